@@ -1,0 +1,244 @@
+// Loading and storing blocks of kSignsPerCall elements in the compute type. Included by the kernels of every
+// instruction set, so nothing here has external linkage.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "../math.h"
+
+namespace sassha {
+namespace {
+
+#define SASSHA_MEMBER inline __attribute__((always_inline))
+
+constexpr int64_t kBlock = kSignsPerCall;
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+// float64 parameters are computed and kept in float64, all others in float32.
+template <typename T>
+using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// ---- scalar conversions, round to nearest even ---------------------------------------------------------------
+
+SASSHA_HD float widen(float v) { return v; }
+SASSHA_HD double widen(double v) { return v; }
+SASSHA_HD float widen(BFloat16 v) { return bits_as<float>(static_cast<uint32_t>(v.bits) << 16); }
+SASSHA_HD float widen(Float16 v) {
+  const uint32_t sign = static_cast<uint32_t>(v.bits & 0x8000u) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(v.bits & 0x7FFFu) << 13;
+  // Rebias by a multiplication, which also normalises subnormals; inf and NaN need their exponent filled.
+  const uint32_t finite = bits_as<uint32_t>(bits_as<float>(magnitude) * 0x1p112f);
+  const uint32_t special = magnitude | 0x7F800000u;
+  return bits_as<float>(sign | (magnitude >= 0x0F800000u ? special : finite));
+}
+
+SASSHA_HD BFloat16 to_bfloat16(float v) {
+  const uint32_t bits = bits_as<uint32_t>(v);
+  const uint32_t nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return BFloat16{static_cast<uint16_t>(v == v ? nearest : 0x7FC0u)};
+}
+
+SASSHA_HD Float16 to_float16(float v) {
+  const uint32_t bits = bits_as<uint32_t>(v);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  uint32_t half;
+  if (magnitude >= 0x47800000u) {  // too large, inf or NaN
+    half = magnitude > 0x7F800000u ? 0x7E00u | ((magnitude >> 13) & 0x3FFu) : 0x7C00u;
+  } else if (magnitude < 0x38800000u) {  // subnormal: let the addition round at 2^-24
+    half = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3F000000u;
+  } else {
+    const uint32_t rebased = magnitude - 0x38000000u;
+    half = (rebased + 0xFFFu + ((rebased >> 13) & 1u)) >> 13;
+  }
+  return Float16{static_cast<uint16_t>(sign | half)};
+}
+
+template <typename T>
+SASSHA_HD T narrow(Compute<T> v) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return to_bfloat16(v);
+  } else if constexpr (std::is_same_v<T, Float16>) {
+    return to_float16(v);
+  } else {
+    return v;
+  }
+}
+
+// ---- blocks --------------------------------------------------------------------------------------------------
+
+// The n elements at `from` in the compute type: the memory itself if it has that type, else converted into `room`.
+template <typename T>
+SASSHA_HD const Compute<T>* load(const T* from, Compute<T>* room, int64_t n) {
+  if constexpr (std::is_same_v<T, Compute<T>>) {
+    return from;
+  } else {
+    if (n < 0 || n > kBlock) __builtin_unreachable();
+    int64_t i = 0;
+#if defined(__F16C__)
+    if constexpr (std::is_same_v<T, Float16>) {
+      for (; i + 8 <= n; i += 8) {
+        _mm256_storeu_ps(room + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+      }
+    }
+#endif
+    for (; i < n; ++i) room[i] = widen(from[i]);
+    return room;
+  }
+}
+
+template <typename T>
+SASSHA_HD void store(T* to, const Compute<T>* from, int64_t n) {
+  if (n < 0 || n > kBlock) __builtin_unreachable();
+  int64_t i = 0;
+#if defined(__F16C__)
+  if constexpr (std::is_same_v<T, Float16>) {
+    for (; i + 8 <= n; i += 8) {
+      const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), half);
+    }
+  }
+#endif
+  for (; i < n; ++i) to[i] = narrow<T>(from[i]);
+}
+
+// Copies n elements past the cache where the address allows it: the line is written whole, so reading it first
+// would be wasted traffic.
+template <typename T>
+SASSHA_HD void stream_out(T* to, const T* from, int64_t n) {
+#if defined(__AVX__)
+  constexpr int64_t kLane = 32 / sizeof(T);
+  if (reinterpret_cast<uintptr_t>(to) % 32 == 0 && n % kLane == 0) {
+    for (int64_t i = 0; i < n; i += kLane) {
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
+                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+    }
+    return;
+  }
+#endif
+  memcpy(to, from, static_cast<size_t>(n) * sizeof(T));
+}
+
+// Orders streamed writes before whatever follows the pass.
+SASSHA_HD void stream_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// ---- dispatch ------------------------------------------------------------------------------------------------
+
+template <typename T>
+struct Tag {
+  using type = T;
+};
+
+// Calls f(Tag<T>{}) with the row's element type.
+template <typename F>
+SASSHA_HD auto with_dtype(const Row& row, const F& f) {
+  switch (row.dtype) {
+    case kFloat64:
+      return f(Tag<double>{});
+    case kBFloat16:
+      return f(Tag<BFloat16>{});
+    case kFloat16:
+      return f(Tag<Float16>{});
+    default:
+      return f(Tag<float>{});
+  }
+}
+
+template <typename T>
+SASSHA_HD T* at(int64_t address, int64_t begin) {
+  return reinterpret_cast<T*>(address) + begin;
+}
+
+// Calls f(offset, n) for each block of the piece; n is the constant kBlock except in the last one.
+template <typename F>
+SASSHA_HD void for_each_block(int64_t size, const F& f) {
+  const int64_t tail = size % kBlock;
+  for (int64_t i = 0; i < size - tail; i += kBlock) f(i, std::integral_constant<int64_t, kBlock>{});
+  if (tail > 0) f(size - tail, tail);
+}
+
+// ---- signs and sums ------------------------------------------------------------------------------------------
+
+// out = v * z for the n elements of one block of signs.
+template <typename C, typename N>
+SASSHA_HD void apply_signs(const C* v, C* out, N n, const Bits128& bits) {
+  if constexpr (std::is_same_v<N, std::integral_constant<int64_t, kBlock>>) {
+    for (int64_t w = 0; w < kBlock / 32; ++w) {
+      const uint32_t word = bits.word[w];
+      for (int64_t i = 0; i < 32; ++i) out[32 * w + i] = times_sign(v[32 * w + i], (word >> i) & 1u);
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) out[i] = times_sign(v[i], (bits.word[i / 32] >> (i % 32)) & 1u);
+  }
+}
+
+typedef double Double4 __attribute__((vector_size(32)));
+
+// A sum in double over 32 fixed lanes: element i goes to lane i % 32 on every instruction set, so the result is the
+// same on all of them.
+class LaneSum {
+ public:
+  template <typename C>
+  SASSHA_MEMBER void add(const C* v, int64_t n) {
+    add_terms<false>(v, n);
+  }
+
+  template <typename C>
+  SASSHA_MEMBER void add_squares(const C* v, int64_t n) {
+    add_terms<true>(v, n);
+  }
+
+  SASSHA_MEMBER double total() const {
+    double sum = 0;
+    for (const Double4& group : lanes_) {
+      for (int64_t lane = 0; lane < 4; ++lane) sum += group[lane];
+    }
+    return sum;
+  }
+
+ private:
+  static constexpr int64_t kGroups = 8;
+
+  template <bool kSquare, typename C>
+  SASSHA_MEMBER void add_terms(const C* v, int64_t n) {
+    typedef C Four __attribute__((vector_size(4 * sizeof(C))));
+    const int64_t tail = n % (4 * kGroups);
+    Double4 sums[kGroups];  // a local copy stays in registers
+    for (int64_t group = 0; group < kGroups; ++group) sums[group] = lanes_[group];
+    for (int64_t i = 0; i < n - tail; i += 4 * kGroups) {
+#pragma GCC unroll 8
+      for (int64_t group = 0; group < kGroups; ++group) {
+        Four values;
+        memcpy(&values, v + i + 4 * group, sizeof(Four));
+        const Double4 x = __builtin_convertvector(values, Double4);
+        sums[group] += kSquare ? x * x : x;
+      }
+    }
+    for (int64_t group = 0; group < kGroups; ++group) lanes_[group] = sums[group];
+    for (int64_t lane = 0; lane < tail; ++lane) {
+      const double x = v[n - tail + lane];
+      lanes_[lane / 4][lane % 4] += kSquare ? x * x : x;
+    }
+  }
+
+  Double4 lanes_[kGroups] = {};
+};
+
+}  // namespace
+}  // namespace sassha

@@ -1,0 +1,37 @@
+// Runtime choice of the instruction set.
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace sassha {
+namespace {
+
+#define SASSHA_KERNEL_SET(ISA) \
+  Kernels { #ISA, ISA::square_sum, ISA::perturb, ISA::restore, ISA::rademacher, ISA::probe, ISA::step }
+
+Kernels choose() {
+  const char* wanted = std::getenv("SASSHA_CPU_ISA");
+  const auto allowed = [wanted](const char* isa) { return wanted == nullptr || std::strcmp(wanted, isa) == 0; };
+#if defined(__x86_64__)
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  if (has_avx512 && allowed("avx512")) return SASSHA_KERNEL_SET(avx512);
+  if (has_avx2 && allowed("avx2")) return SASSHA_KERNEL_SET(avx2);
+#endif
+  STD_TORCH_CHECK(allowed("generic"), "SASSHA_CPU_ISA=", wanted,
+                  " is not available on this machine; unset it, or use one of avx512, avx2, generic that it runs");
+  return SASSHA_KERNEL_SET(generic);
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels chosen = choose();
+  return chosen;
+}
+
+}  // namespace sassha

@@ -1,0 +1,57 @@
+// The CPU kernels, compiled once per instruction set, and the table that holds one set of them.
+//
+// A kernel works on `size` elements of one row from `begin` on, where `begin` is a multiple of kSignsPerCall.
+#pragma once
+
+#include <cstdint>
+
+#include "../params.h"
+#include "../philox.h"
+
+namespace sassha {
+
+struct AscentOptions {
+  const float* scales;  // per group: +-rho / norm, 0 for no ascent
+  bool adaptive;        // ASAM
+  uint64_t seed;        // rounding noise of reduced-precision parameters
+  uint32_t draw;
+};
+
+struct StepOptions {
+  const StepScalars<double>* scalars;  // per cohort
+  uint64_t seed;                       // signs of a product that is not signed yet
+  uint32_t draw;
+  bool stream;                         // write parameters past the cache
+};
+
+struct Kernels {
+  const char* isa;
+  double (*square_sum)(const Row& row, int64_t begin, int64_t size, bool adaptive);
+  void (*perturb)(const Row& row, int64_t begin, int64_t size, const AscentOptions& options);
+  void (*restore)(const Row& row, int64_t begin, int64_t size, bool stream);
+  void (*rademacher)(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw);
+  void (*probe)(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw, double h);
+  Tally (*step)(const Row& row, int64_t begin, int64_t size, const StepOptions& options);
+};
+
+// The set chosen for this machine: the widest that it runs, or what SASSHA_CPU_ISA names.
+const Kernels& kernels();
+
+// What each instruction set's translation unit defines.
+#define SASSHA_DECLARE_KERNELS(ISA)                                                                   \
+  namespace ISA {                                                                                     \
+  double square_sum(const Row& row, int64_t begin, int64_t size, bool adaptive);                      \
+  void perturb(const Row& row, int64_t begin, int64_t size, const AscentOptions& options);            \
+  void restore(const Row& row, int64_t begin, int64_t size, bool stream);                             \
+  void rademacher(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw);         \
+  void probe(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw, double h);    \
+  Tally step(const Row& row, int64_t begin, int64_t size, const StepOptions& options);                \
+  }
+
+SASSHA_DECLARE_KERNELS(generic)
+#if defined(__x86_64__)
+SASSHA_DECLARE_KERNELS(avx2)
+SASSHA_DECLARE_KERNELS(avx512)
+#endif
+
+}  // namespace sassha

@@ -1,0 +1,85 @@
+// Ascent and the way back: x + eps into the parameter, x into the backup, and the copy that undoes it.
+#include "block.h"
+#include "kernels.h"
+
+namespace sassha::SASSHA_ISA {
+namespace {
+
+// Rounds to the grid of a reduced type at random, as rounding to nearest would lose most of a small eps.
+template <typename T>
+void round_stochastically(float* values, int64_t n, const Stream& stream, int64_t element) {
+  for (int64_t i = 0; i < n; i += kNoisePerCall) {
+    const Bits128 noise = noise_bits(stream, (element + i) / kNoisePerCall);
+    for (int64_t j = i; j < i + kNoisePerCall && j < n; ++j) {
+      const uint32_t bits = (noise.word[(j - i) / 2] >> (16 * (j % 2))) & 0xFFFFu;
+      values[j] = std::is_same_v<T, BFloat16> ? stochastic_bfloat16(values[j], bits)
+                                              : stochastic_float16(values[j], bits);
+    }
+  }
+}
+
+// The pass for types computed in place. `backup` may be `grad` itself, element for element.
+template <typename C, bool kAdaptive>
+void ascend(C* __restrict param, C* backup, const C* grad, C scale, int64_t size) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < size; ++i) {
+    const C x = param[i], g = grad[i];
+    backup[i] = x;
+    param[i] = x + (kAdaptive ? adaptive_ascent(scale, g, x) : ascent(scale, g));
+  }
+}
+
+template <typename T, bool kAdaptive>
+void perturb_of(const Row& row, int64_t begin, int64_t size, const AscentOptions& options) {
+  using C = Compute<T>;
+  T* param = at<T>(row.param, begin);
+  T* backup = at<T>(row.backup, begin);
+  const T* grad = at<T>(row.grad, begin);
+  const C scale = options.scales[row.group];
+  if (scale == 0) {  // selected, not multiplied: 0 * inf would be NaN
+    memcpy(backup, param, static_cast<size_t>(size) * sizeof(T));
+    return;
+  }
+  if constexpr (std::is_same_v<T, C>) {
+    ascend<C, kAdaptive>(param, backup, grad, scale, size);
+  } else {
+    const Stream stream{options.seed, static_cast<uint32_t>(row.index), options.draw};
+    for_each_block(size, [&](int64_t offset, auto n) {
+      C x[kBlock], g[kBlock];
+      load(param + offset, x, n);
+      load(grad + offset, g, n);
+      memcpy(backup + offset, param + offset, static_cast<size_t>(n) * sizeof(T));
+      for (int64_t i = 0; i < n; ++i) {
+        x[i] = x[i] + (kAdaptive ? adaptive_ascent(scale, g[i], x[i]) : ascent(scale, g[i]));
+      }
+      round_stochastically<T>(x, n, stream, begin + offset);
+      store(param + offset, x, n);
+    });
+  }
+}
+
+}  // namespace
+
+void perturb(const Row& row, int64_t begin, int64_t size, const AscentOptions& options) {
+  with_dtype(row, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    options.adaptive ? perturb_of<T, true>(row, begin, size, options)
+                     : perturb_of<T, false>(row, begin, size, options);
+  });
+}
+
+void restore(const Row& row, int64_t begin, int64_t size, bool stream) {
+  with_dtype(row, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    T* param = at<T>(row.param, begin);
+    const T* backup = at<T>(row.backup, begin);
+    if (stream) {
+      stream_out(param, backup, size);
+      stream_fence();
+    } else {
+      memcpy(param, backup, static_cast<size_t>(size) * sizeof(T));
+    }
+  });
+}
+
+}  // namespace sassha::SASSHA_ISA

@@ -1,0 +1,113 @@
+// The update: restore, decay, both moving averages, bias correction, root, division, descent, in one pass.
+#include "block.h"
+#include "kernels.h"
+
+namespace sassha::SASSHA_ISA {
+namespace {
+
+enum class Product {
+  kNone,      // ordinary step: D stays
+  kUnsigned,  // refresh from Hz; z is drawn again in registers
+  kSigned,    // refresh from a sum of z * Hz over probes
+};
+
+template <typename C>
+StepScalars<C> rounded(const StepScalars<double>& s) {
+  return {C(s.decay), C(s.beta1),      C(s.one_minus_beta1), C(s.beta2),     C(s.one_minus_beta2), C(s.bias2),
+          C(s.bias2_kept), C(s.eps), C(s.step_size),       C(s.power), C(s.samples)};
+}
+
+// What a piece's tally is added up from.
+struct Counts {
+  LaneSum trace;
+  int64_t negative = 0;
+  int64_t finite = 0;
+};
+
+// One block of z * Hz, averaged over probes, and what it adds to the counts.
+template <Product kProduct, typename C, typename N>
+SASSHA_HD void curvature_sample(const C* product, C* h, N n, const Stream& stream, int64_t element,
+                                const StepScalars<C>& s, Counts& counts) {
+  if constexpr (kProduct == Product::kUnsigned) {
+    apply_signs(product, h, n, sign_bits(stream, element / kBlock));
+  } else {
+    for (int64_t i = 0; i < n; ++i) h[i] = product[i] / s.samples;
+  }
+  C counted[kBlock];
+  int32_t finite = 0, negative = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    counted[i] = is_finite(h[i]) ? h[i] : C(0);
+    finite += is_finite(h[i]) ? 1 : 0;
+    negative += counted[i] < 0 ? 1 : 0;
+  }
+  counts.trace.add(counted, n);
+  counts.negative += negative;
+  counts.finite += finite;
+}
+
+template <typename T, Power kPower, Product kProduct>
+Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
+  using C = Compute<T>;
+  const StepScalars<C> s = rounded<C>(options.scalars[row.cohort]);
+  T* param = at<T>(row.param, begin);
+  const T* backup = at<T>(row.backup, begin);
+  const T* grad = at<T>(row.grad, begin);
+  const T* product = at<T>(row.product, begin);
+  C* exp_avg = at<C>(row.exp_avg, begin);
+  C* hessian = at<C>(row.hessian, begin);
+  const Stream stream{options.seed, static_cast<uint32_t>(row.index), options.draw};
+  Counts counts;
+  for_each_block(size, [&](int64_t offset, auto n) {
+    C x_room[kBlock], g_room[kBlock], p_room[kBlock], denom[kBlock], next[kBlock];
+    const C* x = load(backup + offset, x_room, n);
+    const C* g = load(grad + offset, g_room, n);
+    C* __restrict m = exp_avg + offset;
+    C* __restrict d = hessian + offset;
+    if constexpr (kProduct == Product::kNone) {
+      for (int64_t i = 0; i < n; ++i) denom[i] = denominator<kPower>(d[i], s.bias2, s);
+    } else {
+      C h[kBlock];
+      curvature_sample<kProduct>(load(product + offset, p_room, n), h, n, stream, begin + offset, s, counts);
+      for (int64_t i = 0; i < n; ++i) {  // a product that is not finite leaves D and its correction as they were
+        const C refreshed = curvature(d[i], h[i], s);
+        d[i] = is_finite(h[i]) ? refreshed : d[i];
+        const C bias2 = is_finite(h[i]) ? s.bias2 : s.bias2_kept;
+        denom[i] = denominator<kPower>(d[i], bias2, s);
+      }
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      m[i] = momentum(m[i], g[i], s);
+      next[i] = descend(x[i], m[i], d[i], denom[i], s);
+    }
+    if constexpr (std::is_same_v<T, C>) {
+      if (options.stream) {
+        stream_out(param + offset, next, n);
+        return;
+      }
+    }
+    store(param + offset, next, n);
+  });
+  if (options.stream) stream_fence();
+  return {counts.trace.total(), static_cast<double>(counts.negative), static_cast<double>(counts.finite)};
+}
+
+template <typename T, Power kPower>
+Tally step_with_power(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
+  if (row.product == 0) return step_of<T, kPower, Product::kNone>(row, begin, size, options);
+  return row.flags & kSignedProduct ? step_of<T, kPower, Product::kSigned>(row, begin, size, options)
+                                    : step_of<T, kPower, Product::kUnsigned>(row, begin, size, options);
+}
+
+}  // namespace
+
+Tally step(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
+  const double power = options.scalars[row.cohort].power;
+  return with_dtype(row, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (power == 0.5) return step_with_power<T, Power::kHalf>(row, begin, size, options);
+    if (power == 1.0) return step_with_power<T, Power::kOne>(row, begin, size, options);
+    return step_with_power<T, Power::kGeneral>(row, begin, size, options);
+  });
+}
+
+}  // namespace sassha::SASSHA_ISA

@@ -1,0 +1,113 @@
+// THE maths of SASSHA: scalar functions on host and device, one per line of the algorithm.
+//
+// Every elementary operation is rounded on its own (no contraction), which is what makes all backends equal bit for
+// bit; sassha_fast/reference.py spells the same operations in the same order.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "params.h"
+#include "philox.h"
+
+namespace sassha {
+
+template <typename To, typename From>
+SASSHA_HD To bits_as(From value) {
+  static_assert(sizeof(To) == sizeof(From), "bits_as keeps the size");
+  To out;
+  memcpy(&out, &value, sizeof(To));
+  return out;
+}
+
+SASSHA_HD bool sign_bit(float v) { return bits_as<int32_t>(v) < 0; }
+SASSHA_HD bool sign_bit(double v) { return bits_as<int64_t>(v) < 0; }
+SASSHA_HD bool is_finite(float v) { return fabsf(v) <= 3.40282346638528859812e+38f; }
+SASSHA_HD bool is_finite(double v) { return fabs(v) <= 1.79769313486231570815e+308; }
+SASSHA_HD float absolute(float v) { return fabsf(v); }
+SASSHA_HD double absolute(double v) { return fabs(v); }
+SASSHA_HD float root(float v) { return sqrtf(v); }
+SASSHA_HD double root(double v) { return sqrt(v); }
+SASSHA_HD float power_of(float v, float e) { return powf(v, e); }
+SASSHA_HD double power_of(double v, double e) { return pow(v, e); }
+
+// ---- probe: z in {-1, +1} ------------------------------------------------------------------------------------
+
+// v * z, where z is -1 if the lowest bit of `bit` is set: a sign flip, exact for every v.
+SASSHA_HD float times_sign(float v, uint32_t bit) {
+  return bits_as<float>(bits_as<uint32_t>(v) ^ (bit << 31));
+}
+SASSHA_HD double times_sign(double v, uint32_t bit) {
+  return bits_as<double>(bits_as<uint64_t>(v) ^ (static_cast<uint64_t>(bit) << 63));
+}
+
+// ---- ascent --------------------------------------------------------------------------------------------------
+
+// eps = scale * g, with scale = rho / ||g||.
+template <typename C>
+SASSHA_HD C ascent(C scale, C g) {
+  return scale * g;
+}
+
+// ASAM: eps = scale * g * x^2, with scale = rho / || |x| g ||.
+template <typename C>
+SASSHA_HD C adaptive_ascent(C scale, C g, C x) {
+  return (scale * g) * (x * x);
+}
+
+// The next bfloat16 below or above v in magnitude, chosen with the probability that keeps the expectation.
+SASSHA_HD float stochastic_bfloat16(float v, uint32_t noise) {
+  const float rounded = bits_as<float>((bits_as<uint32_t>(v) + noise) & 0xFFFF0000u);
+  return is_finite(v) && is_finite(rounded) ? rounded : v;
+}
+
+// The same on float16's grid: 13 discarded bits where it is normal, steps of 2^-24 where it is subnormal.
+SASSHA_HD float stochastic_float16(float v, uint32_t noise) {
+  const uint32_t bits = bits_as<uint32_t>(v);
+  const float normal = bits_as<float>((bits + (noise & 0x1FFFu)) & 0xFFFFE000u);
+  const float magnitude = absolute(v);
+  const float steps = floorf(magnitude * 16777216.0f + static_cast<float>(noise) * 0.0000152587890625f);
+  const float subnormal = bits_as<float>(bits_as<uint32_t>(steps * 5.9604644775390625e-08f) | (bits & 0x80000000u));
+  const float rounded = magnitude >= 6.103515625e-05f ? normal : subnormal;
+  return absolute(rounded) <= 65504.0f ? rounded : v;
+}
+
+// ---- step ----------------------------------------------------------------------------------------------------
+
+// m = beta1 m + (1 - beta1) g
+template <typename C>
+SASSHA_HD C momentum(C m, C g, const StepScalars<C>& s) {
+  return s.beta1 * m + s.one_minus_beta1 * g;
+}
+
+// D = beta2 D + (1 - beta2) |H|. D starts at -0: its sign bit says that no curvature is known yet, and adding the
+// first finite |H| clears it.
+template <typename C>
+SASSHA_HD C curvature(C d, C h, const StepScalars<C>& s) {
+  return s.beta2 * d + s.one_minus_beta2 * absolute(h);
+}
+
+enum class Power { kHalf, kOne, kGeneral };
+
+// (D / (1 - beta2^t))^power + eps
+template <Power kPower, typename C>
+SASSHA_HD C denominator(C d, C bias2, const StepScalars<C>& s) {
+  const C corrected = d / bias2;
+  if constexpr (kPower == Power::kHalf) {
+    return root(corrected) + s.eps;
+  } else if constexpr (kPower == Power::kOne) {
+    return corrected + s.eps;
+  } else {
+    return power_of(corrected, s.power) + s.eps;
+  }
+}
+
+// x (1 - lr * wd) - step_size * m / denominator, and x itself where no curvature is known.
+template <typename C>
+SASSHA_HD C descend(C x, C m, C d, C denom, const StepScalars<C>& s) {
+  const C moved = x * s.decay - s.step_size * (m / denom);
+  return sign_bit(d) ? x : moved;
+}
+
+}  // namespace sassha

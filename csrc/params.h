@@ -1,0 +1,63 @@
+// Plain structs that cross the language boundary.
+//
+// A Row describes one parameter to a pass: addresses, size and indices, all 64-bit, so that a list of rows is one
+// int64 tensor of shape [n, kRowWords] that Python keeps between steps (sassha_fast/native.py mirrors the columns).
+// A StepScalars is one row of a float64 tensor of shape [cohorts, kStepScalarWords] (sassha_fast/scalars.py).
+#pragma once
+
+#include <cstdint>
+
+namespace sassha {
+
+enum DType : int64_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
+
+// What `bind` found out about a gradient, as bits of Row::flags.
+enum Flag : int64_t {
+  kOwnsBuffer = 1,     // covers its whole storage and overlaps no other tensor of the list
+  kSignedProduct = 2,  // Row::product already holds z * Hz (or a mean of such), not Hz
+};
+
+struct Row {
+  int64_t param;    // x, or x + eps while perturbed
+  int64_t grad;     // gradient of the pass at hand
+  int64_t backup;   // x while param holds x + eps
+  int64_t exp_avg;  // m
+  int64_t hessian;  // D
+  int64_t product;  // Hz on a refresh, 0 otherwise
+  int64_t numel;
+  int64_t layout;   // hash of sizes and strides
+  int64_t dtype;    // DType of param, grad, backup and product; m and D are float32, or float64 beside float64
+  int64_t index;    // position among all parameters: the Philox stream
+  int64_t group;    // row of the ascent scales
+  int64_t cohort;   // row of the step scalars: parameters of one group with one step count
+  int64_t flags;
+};
+constexpr int64_t kRowWords = sizeof(Row) / sizeof(int64_t);
+
+// Everything the update needs beside the tensors, computed once per cohort in double and rounded once to the
+// compute type.
+template <typename C>
+struct StepScalars {
+  C decay;            // 1 - lr * weight_decay
+  C beta1;
+  C one_minus_beta1;  // negative under `maximize`
+  C beta2;
+  C one_minus_beta2;
+  C bias2;            // 1 - beta2^t of the newest refresh
+  C bias2_kept;       // the same before this step's refresh, for elements whose product is not finite
+  C eps;
+  C step_size;        // lr / (1 - beta1^t)
+  C power;            // exponent of the curvature
+  C samples;          // probes in the sum held by Row::product
+};
+constexpr int64_t kStepScalarWords = sizeof(StepScalars<double>) / sizeof(double);
+
+// What a refresh saw in one piece of a tensor.
+struct Tally {
+  double trace;     // sum of z * Hz over finite elements
+  double negative;  // how many of them are below zero
+  double finite;    // how many there are
+};
+constexpr int64_t kTallyWords = sizeof(Tally) / sizeof(double);
+
+}  // namespace sassha

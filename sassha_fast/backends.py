@@ -1,0 +1,126 @@
+"""The backends: what there is, what runs here and why not, and which one a device gets."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import ops
+from .foreach import ForeachPasses
+from .passes import Passes
+
+__all__ = ["Backend", "available", "choose", "names", "report", "resolve"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run the passes.
+
+    Attributes:
+        name: What users write.
+        summary: One line for the report.
+        passes: Loads the class that runs the passes.
+        why_not: None if it runs on a device of this type, else the reason.
+    """
+
+    name: str
+    summary: str
+    passes: Callable[[], type[Passes]]
+    why_not: Callable[[str], str | None]
+
+
+def _load_native() -> type[Passes]:
+    from .native import NativePasses
+
+    return NativePasses
+
+
+def _native_why_not(device_type: str) -> str | None:
+    if device_type != "cpu":
+        return f"its kernels run on the CPU, not on {device_type}"
+    return ops.load()
+
+
+def _everywhere(device_type: str) -> str | None:
+    del device_type
+    return None
+
+
+_REGISTRY = {
+    backend.name: backend
+    for backend in (
+        Backend("cpu", "C++ kernels, one parallel pass over all tensors", _load_native, _native_why_not),
+        Backend("foreach", "torch._foreach_* operations, any device", lambda: ForeachPasses, _everywhere),
+        Backend("reference", "plain torch operations, the oracle of the tests", lambda: Passes, _everywhere),
+    )
+}
+_PREFERENCE = ("cpu", "foreach")  # what "auto" tries, in order
+
+
+def names() -> list[str]:
+    """Names of all backends."""
+    return list(_REGISTRY)
+
+
+def available(device_type: str = "cpu") -> list[str]:
+    """Names of the backends that run on a device of this type."""
+    return [name for name, backend in _REGISTRY.items() if backend.why_not(device_type) is None]
+
+
+def resolve(backend: str, *, foreach: bool | None = None, fused: bool | None = None) -> str:
+    """The backend that ``backend`` and torch's ``foreach`` and ``fused`` flags ask for together.
+
+    Raises:
+        ValueError: For an unknown name, or flags that contradict each other or ``backend``.
+    """
+    if backend != "auto" and backend not in _REGISTRY:
+        raise ValueError(f"SASSHA: backend is {backend!r}, expected 'auto' or one of {names()}")
+    if foreach and fused:
+        raise ValueError("SASSHA: foreach=True and fused=True exclude each other; set one of them, or backend=")
+    asked = backend
+    if foreach:
+        asked = "foreach"
+    elif fused:
+        asked = "cpu"
+    elif foreach is False and fused is False:
+        asked = "reference"
+    if backend not in ("auto", asked):
+        raise ValueError(
+            f"SASSHA: backend={backend!r} contradicts foreach={foreach}, fused={fused}; leave the flags at None"
+        )
+    return asked
+
+
+def choose(backend: str, device: torch.device) -> type[Passes]:
+    """The passes of a backend for a device.
+
+    ``"auto"`` takes the fastest that runs there. A backend named by the user raises if it does not.
+    """
+    if backend == "auto":
+        backend = next(name for name in _PREFERENCE if _REGISTRY[name].why_not(device.type) is None)
+    reason = _REGISTRY[backend].why_not(device.type)
+    if reason is not None:
+        raise RuntimeError(
+            f"SASSHA: backend {backend!r} can't run parameters on {device}: {reason}. "
+            f"Use backend='auto' or one of {available(device.type)}"
+        )
+    return _REGISTRY[backend].passes()
+
+
+def report() -> str:
+    """A table of backends for people: which run on the CPU here, and why the others do not."""
+    from . import __version__
+
+    lines = [f"sassha_fast {__version__}, torch {torch.__version__}, Python {platform.python_version()}"]
+    for name, backend in _REGISTRY.items():
+        reason = backend.why_not("cpu")
+        status = "ok" if reason is None else f"unavailable: {reason}"
+        if name == "cpu" and reason is None:
+            status += f" ({torch.ops.sassha_fast.cpu_isa()}, {torch.get_num_threads()} threads)"
+        lines.append(f"  {name:<10} {backend.summary:<50} {status}")
+    chosen = choose("auto", torch.device("cpu")).name
+    lines.append(f"backend='auto' takes {chosen!r} for parameters on the CPU, 'foreach' for other devices")
+    return "\n".join(lines)

@@ -1,0 +1,186 @@
+"""Backend ``cpu``: the C++ kernels over a table of addresses that is kept between steps.
+
+Crossing the language boundary costs about as much per tensor as updating a small tensor does. So addresses of
+parameters and state are written into a table once, and a step passes one list: its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .passes import Members, Passes, Product, check_grads
+from .scalars import StepScalars
+
+__all__ = ["NativePasses"]
+
+# Columns of the table: struct Row in csrc/params.h.
+PARAM, GRAD, BACKUP, EXP_AVG, HESSIAN, PRODUCT, NUMEL, LAYOUT, DTYPE, INDEX, GROUP, COHORT, FLAGS = range(13)
+ROW_WORDS = 13
+OWNS_BUFFER, SIGNED_PRODUCT = 1, 2
+
+
+def fits_kernels(weight: Tensor) -> bool:
+    """Whether the kernels take the tensor as it lies in memory.
+
+    They need its elements without gaps, and in logical order where rounding noise is numbered by element.
+    """
+    if weight.dtype in (torch.float32, torch.float64):
+        return bool(torch.ops.aten.is_non_overlapping_and_dense(weight))
+    return weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
+
+
+class NativePasses(Passes):
+    """Passes of the C++ kernels. Members whose memory they can't take go the reference's way."""
+
+    name = "cpu"
+
+    def __init__(self, members: Members) -> None:
+        """Writes the table of the members that the kernels take."""
+        super().__init__(members)
+        self.ops = torch.ops.sassha_fast
+        self.native = [i for i, weight in enumerate(members.weights) if fits_kernels(weight)]
+        odd = sorted(set(range(len(members.weights))) - set(self.native))
+        self.odd = odd
+        self.rest = Passes(members.take(odd)) if odd else None
+        own = members.take(self.native)
+        self.weights = own.weights
+        self.row_major = [weight.is_contiguous() for weight in own.weights]
+        self.table = torch.zeros(len(self.native), ROW_WORDS, dtype=torch.int64)
+        self.table[:, INDEX] = torch.tensor(own.indices, dtype=torch.int64)
+        self.table[:, GROUP] = torch.tensor(own.groups, dtype=torch.int64)
+        self.cohorts: list[int] | None = None
+        self.ops.table_bind(self.table, PARAM, own.weights)
+        self.keep: list[Tensor] = []  # whatever the table points to that nobody else holds
+
+    def bind_state(self, exp_avgs: list[Tensor], hessians: list[Tensor]) -> None:
+        """See :meth:`Passes.bind_state`. State in another layout than its parameter's is rejected."""
+        super().bind_state(exp_avgs, hessians)
+        for column, tensors in ((EXP_AVG, exp_avgs), (HESSIAN, hessians)):
+            misfits, _ = self.ops.table_bind(self.table, column, self._pick(tensors))
+            if misfits:
+                raise RuntimeError(
+                    f"SASSHA: {misfits} tensors of optimizer state do not have the layout of their parameters; "
+                    "reload them with load_state_dict, which copies them into place"
+                )
+        if self.rest is not None:
+            self.rest.bind_state([exp_avgs[i] for i in self.odd], [hessians[i] for i in self.odd])
+
+    def bind_grads(self, grads: list[Tensor]) -> None:
+        """See :meth:`Passes.bind_grads`. Gradients in another layout are copied into the parameter's."""
+        mine = self._pick(grads)
+        misfits, self.shared = self.ops.table_bind(self.table, GRAD, mine)
+        if misfits:
+            check_grads(self.members.names, self.members.weights, grads)
+            mine = [
+                g if g.stride() == w.stride() else torch.empty_like(w).copy_(g)
+                for g, w in zip(mine, self.weights, strict=True)
+            ]
+            _, self.shared = self.ops.table_bind(self.table, GRAD, mine)
+        self.grads = mine
+        if self.rest is not None:
+            self.rest.bind_grads([grads[i] for i in self.odd])
+
+    def square_sums(self, *, adaptive: bool) -> Tensor:
+        """See :meth:`Passes.square_sums`."""
+        sums: Tensor = self.ops.table_square_sums(self.table, self.members.n_groups, adaptive)
+        return sums if self.rest is None else sums + self.rest.square_sums(adaptive=adaptive)
+
+    def perturb(self, scales: Tensor, *, adaptive: bool, take_grads: Sequence[bool], seed: int, draw: int) -> None:
+        """See :meth:`Passes.perturb`."""
+        taken = self._pick(take_grads)
+        if self.shared == 0 and all(taken):
+            self.table[:, BACKUP] = self.table[:, GRAD]
+            self.backups = self.grads
+        else:
+            owned = (self.table[:, FLAGS] & OWNS_BUFFER).tolist()
+            self.backups = [
+                g if take and own else torch.empty_like(w)
+                for g, w, take, own in zip(self.grads, self.weights, taken, owned, strict=True)
+            ]
+            self.ops.table_bind(self.table, BACKUP, self.backups)
+        self.ops.table_perturb(self.table, scales, adaptive, seed, draw)
+        self.grads = []
+        if self.rest is not None:
+            self.rest.perturb(scales, adaptive=adaptive, take_grads=(), seed=seed, draw=draw)
+
+    def restore(self) -> None:
+        """See :meth:`Passes.restore`."""
+        self.ops.table_restore(self.table)
+        self.backups = []
+        if self.rest is not None:
+            self.rest.restore()
+
+    def drop_backups(self) -> list[Tensor]:
+        """See :meth:`Passes.drop_backups`."""
+        backups = dict(zip(self.native, super().drop_backups(), strict=True))
+        if self.rest is not None:
+            backups.update(zip(self.odd, self.rest.drop_backups(), strict=True))
+        return [backups[i] for i in range(len(backups))]
+
+    def rademacher(self, positions: Sequence[int], seed: int, draw: int) -> list[Tensor]:
+        """See :meth:`Passes.rademacher`."""
+        members = self.members
+        signs = [torch.empty(members.weights[i].shape, dtype=members.weights[i].dtype) for i in positions]
+        self.ops.rademacher_(signs, [members.indices[i] for i in positions], seed, draw)
+        return signs
+
+    def signs_in_registers(self, position: int) -> bool:
+        """See :meth:`Passes.signs_in_registers`. Signs are numbered by logical element."""
+        return self.members.weights[position].is_contiguous()
+
+    def step(
+        self,
+        scalars: Sequence[StepScalars],
+        cohorts: Sequence[int],
+        products: Sequence[Product | None] | None,
+        seed: int,
+        draw: int,
+    ) -> Tensor | None:
+        """See :meth:`Passes.step`."""
+        mine = list(self._pick(cohorts))
+        if mine != self.cohorts:
+            self.table[:, COHORT] = torch.tensor(mine, dtype=torch.int64)
+            self.cohorts = mine
+        self.table[:, BACKUP] = self.table[:, PARAM]
+        if products is not None:
+            self._bind_products(self._pick(products))
+        table = torch.tensor(scalars, dtype=torch.float64)
+        tallies: Tensor = self.ops.table_step(self.table, table, products is not None, seed, draw)
+        self.grads, self.keep = [], []
+        if products is not None:
+            self.table[:, PRODUCT] = 0
+        if self.rest is not None:
+            rest = self.rest.step(
+                scalars,
+                [cohorts[i] for i in self.odd],
+                None if products is None else [products[i] for i in self.odd],
+                seed,
+                draw,
+            )
+            if rest is not None:
+                both = torch.zeros(len(cohorts), tallies.shape[1], dtype=torch.float64)
+                both[self.native], both[self.odd] = tallies, rest
+                tallies = both
+        return None if products is None else tallies
+
+    def _bind_products(self, products: Sequence[Product | None]) -> None:
+        flags = self.table[:, FLAGS].tolist()
+        addresses = []
+        for i, product in enumerate(products):
+            if product is None:
+                addresses.append(0)
+                continue
+            value = product.value
+            if value.stride() != self.weights[i].stride() or value.dtype != self.weights[i].dtype:
+                value = torch.empty_like(self.weights[i]).copy_(value)
+            self.keep.append(value)
+            addresses.append(value.data_ptr())
+            flags[i] = flags[i] | SIGNED_PRODUCT if product.signed else flags[i] & ~SIGNED_PRODUCT
+        self.table[:, PRODUCT] = torch.tensor(addresses, dtype=torch.int64)
+        self.table[:, FLAGS] = torch.tensor(flags, dtype=torch.int64)
+
+    def _pick(self, values: Sequence) -> Sequence:  # type: ignore[type-arg]
+        return values if not self.odd else [values[i] for i in self.native]

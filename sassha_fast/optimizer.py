@@ -1,0 +1,626 @@
+"""The optimizer: the phases of a step in order. All arithmetic is in the passes of a backend."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, compress, repeat
+from operator import contains, is_, is_not, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import backends, reference, schedules
+from .passes import Product
+from .plan import Plan
+from .scalars import StepScalars, step_scalars
+from .state import (
+    BIAS2,
+    EXP_AVG,
+    HESSIAN,
+    HESSIAN_STEP,
+    STEP,
+    UPSTREAM_CLOCK,
+    adopt_clock,
+    check_entry,
+    from_upstream,
+    new_state,
+)
+from .stats import Stats
+
+__all__ = ["SASSHA"]
+
+# Constructor arguments that hold for the whole optimizer and travel with pickle and deepcopy.
+_CONFIG = (
+    "lazy_hessian",
+    "n_samples",
+    "adaptive",
+    "grad_reduce",
+    "seed",
+    "hvp",
+    "hvp_point",
+    "backend",
+    "bias_correction",
+    "hessian_power_scheduler",
+    "rho_scheduler",
+)
+
+
+def _idle_refcount() -> int:
+    """What ``sys.getrefcount`` says, inside a ``map`` over a list, of a gradient that nobody else holds."""
+    param = torch.zeros(1, requires_grad=True)
+    param.grad = torch.zeros(1)
+    grads = [p.grad for p in (param,)]
+    return next(map(sys.getrefcount, grads))
+
+
+_IDLE_REFCOUNT = _idle_refcount()
+
+
+@dataclass(frozen=True)
+class _Curvature:
+    """What ``unperturb`` found for the coming update: products by id of the parameter, None if it is not a refresh."""
+
+    products: dict[int, Product] | None
+
+
+class SASSHA(Optimizer):
+    r"""Sharpness-aware second-order optimization with a stable Hessian approximation (SASSHA, ICML 2025).
+
+    A drop-in replacement for the authors' optimizer, and for ``torch.optim.AdamW`` in all that is not specific to
+    the method. One step is three calls::
+
+        loss_fn(model).backward()
+        opt.perturb_weights(zero_grad=True)
+        loss_fn(model).backward(create_graph=opt.hessian_due)
+        opt.unperturb()
+        opt.step()
+        opt.zero_grad()
+
+    Args:
+        params: Parameters, named parameters or dicts of parameter groups.
+        hessian_power_scheduler: A function of the step number (:mod:`sassha_fast.schedules`) or an object with
+            ``step()`` that gives ``hessian_power`` at each step. May also be assigned later.
+        lr: Learning rate η, a float or a 0-d tensor.
+        betas: Decay of the averages of gradient and curvature.
+        weight_decay: Decoupled weight decay λ.
+        rho: Radius ρ of the ascent.
+        lazy_hessian: Steps k from one refresh of the curvature to the next.
+        n_samples: Probes averaged in a refresh.
+        perturb_eps: Added to the gradient norm.
+        eps: Added to the denominator.
+        adaptive: ASAM's scale-invariant ascent.
+        grad_reduce: ``"mean"`` or ``"sum"`` over processes.
+        seed: Key of the probes.
+        hessian_power: Exponent of the curvature: ½ in the paper.
+        hvp: ``"exact"``, by double backward.
+        hvp_point: Where the Hessian is taken. ``"perturbed"`` follows the paper: at x + ε. ``"upstream"`` does what
+            the authors' image code does, which restores x first and so mixes activations of x + ε with weights x.
+        backend: ``"auto"``, ``"cpu"``, ``"foreach"`` or ``"reference"``.
+        bias_correction: False leaves both moving averages uncorrected, as the authors' language-model code does.
+        rho_scheduler: Like ``hessian_power_scheduler``, for ``rho``.
+        maximize: Maximize the objective instead.
+        foreach: torch's name for ``backend="foreach"``.
+        fused: torch's name for the backend with kernels.
+
+    ``lr``, ``betas``, ``weight_decay``, ``rho``, ``perturb_eps``, ``eps``, ``hessian_power`` and ``maximize`` may
+    differ between parameter groups.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        hessian_power_scheduler: schedules.Schedule | schedules.Stepping | None = None,
+        lr: float | Tensor = 0.15,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        rho: float = 0.0,
+        lazy_hessian: int = 10,
+        n_samples: int = 1,
+        perturb_eps: float = 1e-12,
+        eps: float = 1e-4,
+        adaptive: bool = False,
+        grad_reduce: str = "mean",
+        seed: int = 0,
+        *,
+        hessian_power: float = 0.5,
+        hvp: str = "exact",
+        hvp_point: str = "perturbed",
+        backend: str = "auto",
+        bias_correction: bool = True,
+        rho_scheduler: schedules.Schedule | schedules.Stepping | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        """Checks the arguments; see the class."""
+        schedules.check_schedule("hessian_power_scheduler", hessian_power_scheduler)
+        schedules.check_schedule("rho_scheduler", rho_scheduler)
+        _check_count("lazy_hessian", lazy_hessian)
+        _check_count("n_samples", n_samples)
+        _check_choice("grad_reduce", grad_reduce, ("mean", "sum"))
+        _check_choice("hvp", hvp, ("exact",))
+        _check_choice("hvp_point", hvp_point, ("perturbed", "upstream"))
+        if not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"SASSHA: seed is {seed!r}, expected an integer from 0 to 2^63 − 1")
+        self.hessian_power_scheduler = hessian_power_scheduler
+        self.rho_scheduler = rho_scheduler
+        self.lazy_hessian = lazy_hessian
+        self.n_samples = n_samples
+        self.adaptive = bool(adaptive)
+        self.grad_reduce = grad_reduce
+        self.seed = seed
+        self.hvp = hvp
+        self.hvp_point = hvp_point
+        self.bias_correction = bool(bias_correction)
+        self.backend = backends.resolve(backend, foreach=foreach, fused=fused)
+        self._reset()
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "rho": rho,
+            "perturb_eps": perturb_eps,
+            "eps": eps,
+            "hessian_power": hessian_power,
+            "maximize": maximize,
+            "power_step": 0,
+            "rho_step": 0,
+        }
+        super().__init__(params, defaults)
+
+    def _reset(self) -> None:
+        """Forgets everything that can be derived again."""
+        self.stats = Stats()
+        self._flat: list[Tensor] = []
+        self._plans: dict[tuple[bool, ...] | None, Plan] = {}
+        self._ascent: Plan | None = None
+        self._curvature: _Curvature | None = None
+
+    # ---- parameters ---------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in ``torch.optim``; refuses bad hyperparameters and sparse or complex parameters."""
+        if self._ascent is not None:
+            raise RuntimeError("SASSHA.add_param_group: the weights are perturbed; call unperturb() first")
+        group = dict(param_group)
+        _check_group({**self.defaults, **group})
+        params = group.get("params", ())
+        group["params"] = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+        for i, entry in enumerate(group["params"]):
+            _check_param(entry[1] if isinstance(entry, tuple) else entry, i)
+        super().add_param_group(group)
+        self._plans.clear()
+
+    def get_params(self) -> Iterator[Tensor]:
+        """All parameters that require gradients."""
+        return (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+
+    def _parameters(self) -> list[Tensor]:
+        """All parameters in order. A change of the groups' lists, by whomever, drops what was kept about them."""
+        current = list(chain.from_iterable(map(itemgetter("params"), self.param_groups)))
+        if len(current) != len(self._flat) or not all(map(is_, current, self._flat)):
+            self._flat = current
+            self._plans.clear()
+        return self._flat
+
+    def _gather(self) -> tuple[Plan | None, list[Tensor]]:
+        """The plan for the parameters that have gradients, and these gradients."""
+        params = self._parameters()
+        grads = [p.grad for p in params]
+        if all(map(is_not, grads, repeat(None))):
+            key = None
+        else:
+            key = tuple(map(is_not, grads, repeat(None)))
+            if not any(key):
+                return None, []
+            grads = list(compress(grads, key))
+        plan = self._plans.get(key)
+        if plan is None or not plan.is_current():
+            if len(self._plans) >= 8:  # a model whose set of gradients keeps changing
+                self._plans.clear()
+            plan = self._plans[key] = self._new_plan(key)
+        return plan, grads  # type: ignore[return-value]
+
+    def _new_plan(self, key: tuple[bool, ...] | None) -> Plan:
+        params, groups, names = self._flat, list[int](), list[str]()
+        for g, group in enumerate(self.param_groups):
+            given = group.get("param_names")
+            for i in range(len(group["params"])):
+                groups.append(g)
+                names.append(repr(given[i]) if given else f"parameter {i} of group {g}")
+        indices = list(range(len(params)))
+        if key is not None:
+            params, indices, groups, names = (list(compress(c, key)) for c in (params, indices, groups, names))  # type: ignore[assignment]
+        return Plan(params, indices, groups, len(self.param_groups), names, self.backend)
+
+    # ---- refresh ------------------------------------------------------------------------------------------------
+
+    @property
+    def hessian_due(self) -> bool:
+        """Whether the coming step refreshes the curvature, so that its second backward pass needs ``create_graph``.
+
+        True every ``lazy_hessian`` steps until a refresh has succeeded, and, once ``perturb_weights`` has shown which
+        parameters take part, also if one of them has no curvature yet.
+        """
+        if self._clock() % self.lazy_hessian == 0:
+            return True
+        return self._ascent is not None and any(self._without_curvature(self._ascent))
+
+    @property
+    def hessian_power_t(self) -> float:
+        """The Hessian power in use, of the first group."""
+        return float(self.param_groups[0]["hessian_power"])
+
+    def _clock(self) -> int:
+        """Steps since the start, not counting steps whose refresh failed. It lives in the parameters' state."""
+        entries = self.state.values()
+        if any(map(contains, entries, repeat(UPSTREAM_CLOCK))):
+            for entry in entries:
+                if UPSTREAM_CLOCK in entry:
+                    adopt_clock(entry)
+        try:
+            return max(map(itemgetter(HESSIAN_STEP), entries), default=0)
+        except KeyError:  # entries without state, as after an adopted clock
+            return max((entry.get(HESSIAN_STEP, 0) for entry in entries), default=0)
+
+    def _without_curvature(self, plan: Plan) -> list[bool]:
+        """Which parameters have elements but no curvature."""
+        entries = map(self.state.get, plan.params)
+        return [n and (not e or not e.get(BIAS2)) for n, e in zip(plan.nonempty, entries, strict=True)]
+
+    def _curvature_at(self, plan: Plan | None, grads: Sequence[Tensor], caller: str) -> _Curvature:
+        """Products at the present weights, if a refresh is due. Raises if a scheduled one has no graph."""
+        if plan is None:
+            return _Curvature(None)
+        clock = self._clock()
+        scheduled = clock % self.lazy_hessian == 0
+        due = [True] * len(grads) if scheduled else self._without_curvature(plan)
+        if not any(due):
+            return _Curvature(None)
+        products = plan.exact_products(
+            grads, due, n_samples=self.n_samples, seed=self.seed, draw=clock * self.n_samples
+        )
+        if products is not None:
+            pairs = zip(plan.params, products, strict=True)
+            return _Curvature({id(p): product for p, product in pairs if product is not None})
+        if scheduled:
+            raise RuntimeError(
+                f"SASSHA.{caller}: this step refreshes the curvature, but no gradient has a graph to differentiate. "
+                "Run the last backward pass as loss.backward(create_graph=opt.hessian_due)"
+            )
+        self.stats.skipped_refreshes += 1  # a latecomer waits for the next scheduled refresh
+        return _Curvature(None)
+
+    # ---- the three calls ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def perturb_weights(self, zero_grad: bool = True) -> None:
+        """Climbs to x + ε from the gradients of the first backward pass.
+
+        Args:
+            zero_grad: Drop these gradients afterwards. Their memory then holds x until :meth:`unperturb`.
+        """
+        if self._ascent is not None:
+            raise RuntimeError("SASSHA.perturb_weights: the weights are perturbed already; call unperturb() first")
+        self._curvature = None
+        plan, grads = self._gather()
+        if plan is None:
+            raise RuntimeError("SASSHA.perturb_weights: no parameter has a gradient; run loss.backward() first")
+        if any(g.requires_grad for g in grads):
+            grads = [g.detach() for g in grads]
+            idle = [False] * len(grads)
+        else:
+            idle = [zero_grad and count <= _IDLE_REFCOUNT for count in map(sys.getrefcount, grads)]
+        plan.bind_grads(grads)
+        rho = self._next_rho()
+        square_sums = plan.square_sums(adaptive=self.adaptive)
+        signed = [-r if group["maximize"] else r for r, group in zip(rho, self.param_groups, strict=True)]
+        device = square_sums.device
+        scales = reference.ascent_scales(
+            square_sums,
+            torch.tensor(signed, dtype=torch.float64, device=device),
+            torch.tensor([g["perturb_eps"] for g in self.param_groups], dtype=torch.float64, device=device),
+        )
+        plan.perturb(scales, adaptive=self.adaptive, take_grads=idle, seed=self.seed, draw=self._clock())
+        self._ascent = plan
+        self.stats.grad_norm = square_sums.sum().sqrt()
+        self.stats.predicted_gap = (scales.abs() * square_sums).sum()
+        _weights_moved(plan.params)
+        if zero_grad:
+            for p in self._flat:
+                p.grad = None
+
+    @torch.no_grad()
+    def unperturb(self) -> None:
+        """Restores x, bit for bit; on a refresh, first takes the Hessian-vector products at x + ε.
+
+        It always restores. If a refresh is due and the gradients have no graph it raises afterwards.
+        """
+        if self._ascent is None:
+            raise RuntimeError("SASSHA.unperturb: the weights are not perturbed; call perturb_weights() first")
+        upstream = self.hvp_point == "upstream"
+        plan, grads = self._gather()
+        try:
+            if not upstream:
+                self._curvature = self._curvature_at(plan, grads, "unperturb")
+        finally:
+            ascent, self._ascent = self._ascent, None
+            ascent.restore()
+            if not upstream:  # there, the graph is still to be used, with the weights that it did not see
+                _weights_moved(ascent.params)
+                self._detach_grads(grads)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Updates the parameters from the gradients of the last backward pass.
+
+        Without :meth:`perturb_weights` before it, this is a step with ρ = 0.
+        """
+        if closure is not None:
+            raise TypeError(
+                f"SASSHA.step: closure is {closure!r}, but a step is three calls: perturb_weights() after the first "
+                "backward pass, unperturb() after the second, then step()"
+            )
+        if self._ascent is not None:
+            raise RuntimeError("SASSHA.step: the weights are still perturbed; call unperturb() first")
+        _check_single_process()
+        plan, grads = self._gather()
+        if plan is None:
+            return
+        if self._is_priming():
+            self._states(plan)
+            return
+        curvature = self._curvature or self._curvature_at(plan, grads, "step")
+        grads = self._detach_grads(grads)
+        plan.bind_grads(grads)
+        self._update(plan, curvature.products)
+        self._curvature = None
+
+    def _is_priming(self) -> bool:
+        """Whether this is torch.distributed.checkpoint creating state: a step with lr 0 before there is any."""
+        return not self.state and all(float(group["lr"]) == 0.0 for group in self.param_groups)
+
+    def _detach_grads(self, grads: list[Tensor]) -> list[Tensor]:
+        """Cuts gradients off their graph: together with their parameters they are a cycle that would leak."""
+        if not any(g.requires_grad for g in grads):
+            return grads
+        for p in self._flat:
+            if p.grad is not None and p.grad.requires_grad:
+                p.grad = p.grad.detach()
+        return [g.detach() for g in grads]
+
+    def _states(self, plan: Plan) -> list[dict[str, Any]]:
+        """State of every parameter of the plan, created where it is missing."""
+        states = list(map(self.state.get, plan.params))
+        if not all(states):
+            for i, p in enumerate(plan.params):
+                if not states[i]:
+                    self.state[p] = states[i] = new_state(p)
+        return states  # type: ignore[return-value]
+
+    def _update(self, plan: Plan, found: dict[int, Product] | None) -> None:
+        clock = self._clock()
+        states = self._states(plan)
+        plan.bind_state(states)
+        self._next_power()
+        products = None if found is None else [found.get(id(p)) for p in plan.params]
+        scalars, cohorts = self._cohorts(plan, states, products)
+        tallies = plan.step(scalars, cohorts, products, self.seed, clock * self.n_samples)
+        _weights_moved(plan.params)
+        advance = True
+        if products is not None:
+            assert tallies is not None
+            advance = self._record_refresh(states, products, [scalars[c].bias2 for c in cohorts], tallies)
+        for entry in states:
+            entry[STEP] += 1
+            entry[HESSIAN_STEP] = clock + 1 if advance else clock
+
+    def _cohorts(
+        self, plan: Plan, states: list[dict[str, Any]], products: Sequence[Product | None] | None
+    ) -> tuple[list[StepScalars], list[int]]:
+        """Scalars for every kind of parameter there is, and the kind of each parameter."""
+        steps, bias2 = map(itemgetter(STEP), states), map(itemgetter(BIAS2), states)
+        refreshed = repeat(False) if products is None else map(is_not, products, repeat(None))
+        keys = list(zip(plan.groups, steps, bias2, refreshed, strict=False))
+        kinds = set(keys)
+        samples = self.n_samples if products is not None else 1
+
+        def scalars_of(key: tuple[int, int, float, bool]) -> StepScalars:
+            group, step, bias2, refresh = key
+            return step_scalars(
+                self.param_groups[group],
+                step + 1,
+                bias2,
+                refresh=refresh,
+                samples=samples,
+                bias_correction=self.bias_correction,
+            )
+
+        if len(kinds) == len(plan.group_set):  # the usual case: all parameters of a group are alike
+            by_group = {key[0]: scalars_of(key) for key in kinds}
+            filler = next(iter(by_group.values()))
+            return [by_group.get(g, filler) for g in range(len(self.param_groups))], plan.groups
+        numbers = {key: i for i, key in enumerate(kinds)}
+        return [scalars_of(key) for key in numbers], [numbers[key] for key in keys]
+
+    def _record_refresh(
+        self, states: list[dict[str, Any]], products: Sequence[Product | None], bias2: list[float], tallies: Tensor
+    ) -> bool:
+        """Takes over what a refresh brought. Returns whether any product was finite."""
+        finite = tallies[:, 2].tolist()
+        elements = sum(product.value.numel() for product in products if product is not None)
+        for entry, product, count, correction in zip(states, products, finite, bias2, strict=True):
+            if product is not None and count:
+                entry[BIAS2] = correction
+        total = sum(finite)
+        if total == 0 and elements > 0:
+            self.stats.skipped_refreshes += 1
+            return False
+        self.stats.refreshes += 1
+        self.stats.partial_refreshes += total < elements
+        self.stats.trace = tallies[:, 0].sum()
+        self.stats.negative_share = tallies[:, 1].sum() / max(total, 1.0)
+        return True
+
+    # ---- schedules ----------------------------------------------------------------------------------------------
+
+    def _next_power(self) -> None:
+        if self.hessian_power_scheduler is not None:
+            self._schedule("hessian_power", "power_step", self.hessian_power_scheduler)
+
+    def _next_rho(self) -> list[float]:
+        if self.rho_scheduler is not None:
+            self._schedule("rho", "rho_step", self.rho_scheduler)
+        return [float(group["rho"]) for group in self.param_groups]
+
+    def _schedule(self, key: str, counter: str, schedule: schedules.Schedule | schedules.Stepping) -> None:
+        value = schedules.next_value(schedule, self.param_groups[0][counter])
+        _check_number(key, value)
+        for group in self.param_groups:
+            group[key] = value
+            group[counter] += 1
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``torch.optim.Optimizer.state_dict``. Raises while the weights are perturbed."""
+        if self._ascent is not None:
+            raise RuntimeError(
+                "SASSHA.state_dict: the weights are perturbed, so a checkpoint of the model would not hold them; "
+                "call unperturb() first"
+            )
+        self._clock()  # takes over clocks under the authors' key
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of this optimizer or of the authors'.
+
+        State of reduced-precision parameters stays float32. Nothing is changed if the checkpoint does not fit.
+        """
+        if self._ascent is not None:
+            raise RuntimeError("SASSHA.load_state_dict: the weights are perturbed; call unperturb() first")
+        loaded = self._checked(state_dict)
+        super().load_state_dict(loaded)
+        for saved, p in zip(chain(*(g["params"] for g in loaded["param_groups"])), self._parameters(), strict=True):
+            if saved in loaded["state"]:
+                self.state[p] = _placed(loaded["state"][saved], p)
+        self._plans.clear()
+        self._curvature = None
+
+    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a checkpoint in our form, or ValueError."""
+        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+            found = sorted(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
+            raise ValueError(f"load_state_dict: found {found}, expected a dict with 'state' and 'param_groups'")
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        sizes, expected = [len(g["params"]) for g in groups], [len(g["params"]) for g in self.param_groups]
+        if sizes != expected:
+            raise ValueError(
+                f"load_state_dict: the checkpoint has groups of {sizes} parameters, the optimizer of {expected}; "
+                "build the optimizer with the groups that were saved"
+            )
+        state: dict[Any, dict[str, Any]] = {}
+        for saved, group in zip(groups, self.param_groups, strict=True):
+            missing = sorted({"lr", "betas", "weight_decay", "eps", "perturb_eps"} - saved.keys())
+            if missing:
+                raise ValueError(
+                    f"load_state_dict: a parameter group lacks {missing}; it was not written by a SASSHA optimizer"
+                )
+            for key, value in group.items():
+                saved.setdefault(key, value)
+            _check_group(saved)
+            for number, (index, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
+                entry = dict(state_dict["state"].get(index, {}))
+                if UPSTREAM_CLOCK in entry:
+                    entry = from_upstream(entry, saved, self.lazy_hessian)
+                if entry:
+                    check_entry(entry, p, f"parameter {number}")
+                    state[index] = entry
+        foreign = sorted(set(state_dict["state"]) - {i for g in groups for i in g["params"]}, key=str)
+        if foreign:
+            raise ValueError(f"load_state_dict: state of {foreign} belongs to no parameter; the checkpoint is damaged")
+        return {"state": state, "param_groups": groups}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: state, groups and configuration; what is derived is built again."""
+        if self._ascent is not None:
+            raise RuntimeError("SASSHA: can't copy or pickle while the weights are perturbed; call unperturb() first")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _CONFIG}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See :meth:`__getstate__`."""
+        if "lazy_hessian" in state or not hasattr(self, "_plans"):
+            self._reset()
+        super().__setstate__(state)
+
+
+def _placed(entry: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """A loaded state with its tensors in memory of their own, in the parameter's layout and the state's dtype."""
+    state = new_state(param)
+    state[EXP_AVG].copy_(entry[EXP_AVG])
+    state[HESSIAN].copy_(entry[HESSIAN])
+    state.update({STEP: int(entry[STEP]), HESSIAN_STEP: int(entry[HESSIAN_STEP]), BIAS2: float(entry[BIAS2])})
+    return state
+
+
+def _weights_moved(params: list[Tensor]) -> None:
+    """Tells autograd that weights changed, and autocast that its copies of them are stale."""
+    torch.autograd.graph.increment_version(params)
+    torch.clear_autocast_cache()
+
+
+def _check_single_process() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise RuntimeError(
+            f"SASSHA.step: this process is one of {torch.distributed.get_world_size()}, and this release does not "
+            "reduce gradients and products over processes; train in one process"
+        )
+
+
+# ---- checks of arguments ----------------------------------------------------------------------------------------
+
+
+def _check_number(name: str, value: Any, below: float = math.inf) -> None:
+    number = float(value)
+    if not 0.0 <= number < below or not math.isfinite(number):
+        limit = "" if below == math.inf else f" below {below:g}"
+        raise ValueError(f"SASSHA: {name} is {value}, expected a finite number from 0{limit}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"SASSHA: {name} is {value!r}, expected an integer of at least 1")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"SASSHA: {name} is {value!r}, expected one of {list(choices)}")
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Checks the hyperparameters of one parameter group."""
+    for name in ("lr", "weight_decay", "rho", "perturb_eps", "eps", "hessian_power"):
+        value = group[name]
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"SASSHA: {name} is a tensor of shape {tuple(value.shape)}, expected one element")
+        _check_number(name, value)
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"SASSHA: betas is {betas!r}, expected two numbers")
+    for i, beta in enumerate(betas):
+        _check_number(f"betas[{i}]", beta, below=1.0)
+
+
+def _check_param(param: Any, i: int) -> None:
+    if not isinstance(param, Tensor):
+        return  # torch's own error names the type
+    if param.is_complex() or not param.is_floating_point():
+        raise ValueError(f"SASSHA: parameter {i} is {param.dtype}, expected a real floating-point dtype")
+    if param.layout != torch.strided:
+        raise ValueError(f"SASSHA: parameter {i} has layout {param.layout}, expected a dense tensor")

@@ -1,0 +1,219 @@
+"""Algorithm 1 of the paper in plain torch operations: the oracle of every test, on any device and dtype.
+
+Every elementary operation is rounded on its own: only ``mul``, ``add``, ``sub``, ``div``, ``sqrt``, ``abs`` and
+``where``, with scalars as 0-d tensors. Fused forms (``alpha=``, ``addcdiv``, ``lerp``) contract a multiplication and
+an addition into one rounding on some devices and not on others, so none is used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .scalars import StepScalars
+
+__all__ = [
+    "ascend",
+    "ascent_scales",
+    "compute_dtype",
+    "philox",
+    "rademacher",
+    "root",
+    "rounding_noise",
+    "square_sum",
+    "step",
+    "stochastic_round",
+]
+
+NOISE_DOMAIN = 0x53525244  # keeps rounding noise and signs on different Philox keys
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parameters of ``dtype`` are computed and their state is kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---- random bits ------------------------------------------------------------------------------------------------
+
+
+def philox(blocks: Tensor, index: int, draw: int, seed: int, domain: int = 0) -> Tensor:
+    """Philox4x32-10 of each block number.
+
+    Args:
+        blocks: int64 block numbers, the low half of the counter.
+        index: Position of the parameter among all parameters.
+        draw: Number of the draw.
+        seed: The key.
+        domain: Mixed into the upper key word to separate independent uses.
+
+    Returns:
+        int64 tensor of shape ``(*blocks.shape, 4)`` with four 32-bit words per block.
+    """
+    low = 0xFFFFFFFF
+    c0, c1 = blocks & low, (blocks >> 32) & low
+    c2, c3 = torch.full_like(blocks, index & low), torch.full_like(blocks, draw & low)
+    key0, key1 = seed & low, ((seed >> 32) & low) ^ domain
+    for _ in range(10):
+        # int64 products wrap, but the bits of both halves are right.
+        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((odd >> 32) & low) ^ c1 ^ key0, odd & low, ((even >> 32) & low) ^ c3 ^ key1, even & low
+        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+def rademacher(like: Tensor, index: int, seed: int, draw: int, first: int = 0) -> Tensor:
+    """Signs z ∈ {−1, +1} in the shape and dtype of ``like``, numbered by logical element.
+
+    One Philox call gives 128 of them. ``first`` is the global number of the first element, for a part of a tensor.
+    """
+    n = like.numel()
+    begin, end = first // 128, -(-(first + n) // 128)
+    words = philox(torch.arange(begin, max(end, begin), device=like.device), index, draw, seed)
+    bits = (words.unsqueeze(-1) >> torch.arange(32, device=like.device)) & 1
+    bits = bits.reshape(-1)[first - 128 * begin :][:n]
+    return (1 - 2 * bits).to(like.dtype).reshape(like.shape)
+
+
+def rounding_noise(like: Tensor, index: int, seed: int, draw: int) -> Tensor:
+    """Sixteen random bits (int32) for each element of ``like``, eight elements a Philox call."""
+    n = like.numel()
+    words = philox(torch.arange(-(-n // 8), device=like.device), index, draw, seed, NOISE_DOMAIN)
+    halves = (words.unsqueeze(-1) >> torch.tensor([0, 16], device=like.device)) & 0xFFFF
+    return halves.reshape(-1)[:n].to(torch.int32).reshape(like.shape)
+
+
+def stochastic_round(value: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+    """Rounds float32 values to a neighbour in ``dtype`` at random, so that the expectation is kept."""
+    bits = value.contiguous().view(torch.int32)
+    if dtype == torch.bfloat16:
+        rounded = ((bits + noise) & -0x10000).view(torch.float32)
+        usable = torch.isfinite(value) & torch.isfinite(rounded)
+    elif dtype == torch.float16:
+        normal = ((bits + (noise & 0x1FFF)) & -0x2000).view(torch.float32)  # 13 bits are discarded
+        magnitude = value.abs()
+        steps = torch.floor(magnitude * 2.0**24 + noise.to(torch.float32) * 2.0**-16)  # subnormals: steps of 2^-24
+        rounded = torch.where(magnitude >= 2.0**-14, normal, torch.copysign(steps * 2.0**-24, value))
+        usable = rounded.abs() <= 65504.0
+    else:
+        raise ValueError(f"stochastic_round: dtype is {dtype}, expected torch.bfloat16 or torch.float16")
+    return torch.where(usable, rounded, value).to(dtype)
+
+
+# ---- ascent -----------------------------------------------------------------------------------------------------
+
+
+def square_sum(grad: Tensor, param: Tensor | None = None) -> Tensor:
+    """‖g‖², or ‖|x| ⊙ g‖² where ``param`` is given, summed in double."""
+    g = grad.to(compute_dtype(grad.dtype))
+    if param is not None:
+        g = param.to(g.dtype).abs() * g
+    g = g.to(torch.float64)
+    return (g * g).sum()
+
+
+def ascent_scales(square_sums: Tensor, rho: Tensor, perturb_eps: Tensor) -> Tensor:
+    """ρ / ‖g‖ per group, rounded to float32 for every dtype; 0 where the norm is not finite.
+
+    Rounding hides the order in which the squares were added, which no two backends share.
+    """
+    norm = square_sums.sum().sqrt()
+    scales = rho / (norm + perturb_eps)
+    return torch.where(torch.isfinite(norm), scales, torch.zeros_like(scales)).to(torch.float32)
+
+
+def ascend(
+    param: Tensor, grad: Tensor, scale: Tensor, *, adaptive: bool = False, noise: Tensor | None = None
+) -> Tensor:
+    """x + ε with ε = ρ g/‖g‖, or ε = ρ x²⊙g/‖|x|⊙g‖ (ASAM). ``scale`` is ρ over the norm.
+
+    Reduced-precision parameters are rounded stochastically with ``noise``: rounding to nearest would lose most of ε.
+    """
+    dtype = compute_dtype(param.dtype)
+    x, g, scale = param.to(dtype), grad.to(dtype), scale.to(dtype)
+    eps = scale * g
+    if adaptive:
+        eps = eps * (x * x)
+    moved = x + eps
+    if param.dtype != dtype:
+        if noise is None:
+            raise ValueError(f"ascend: a {param.dtype} parameter needs noise for stochastic rounding")
+        moved = stochastic_round(moved, param.dtype, noise)
+    # Selected, never multiplied: with a scale of 0 the gradient may be infinite, and 0·inf is NaN.
+    return torch.where(scale == 0, param, moved)
+
+
+# ---- root -------------------------------------------------------------------------------------------------------
+
+
+def root(value: Tensor) -> Tensor:
+    """√value, correctly rounded.
+
+    ``torch.sqrt`` on the CPU may go through a vector library whose last bit is wrong: in 20 % of float32 values and
+    1 % of float64 values, as seen with MKL on AMD. Kernels use the processor's instruction, which is right.
+    """
+    if value.dtype == torch.float32:
+        # The root of a 24-bit number is never close enough to a midpoint for a last-bit error in double to matter.
+        return value.to(torch.float64).sqrt().to(torch.float32)
+    small, large = value < 2.0**-700, value > 2.0**700  # keep the residual below away from under- and overflow
+    one = torch.ones_like(value)
+    value = value * torch.where(small, 2.0**500 * one, torch.where(large, 2.0**-500 * one, one))
+    near = value.sqrt()
+    # value − near², exactly: near² as a sum of two doubles (Dekker), from halves of 26 bits (Veltkamp).
+    split = near * 134217729.0
+    high = split - (split - near)
+    low = near - high
+    square = near * near
+    error = ((high * high - square) + (high * low + high * low)) + low * low
+    residual = (value - square) - error
+    # The nearest double is the one whose square misses by less than near times half the gap, twice.
+    above, below = torch.nextafter(near, near + torch.inf), torch.nextafter(near, torch.zeros_like(near))
+    exact = torch.where(residual > near * (above - near), above, near)
+    exact = torch.where(residual <= -near * (near - below), below, exact)
+    exact = torch.where((near > 0) & torch.isfinite(near), exact, near)
+    return exact * torch.where(small, 2.0**-250 * one, torch.where(large, 2.0**250 * one, one))
+
+
+# ---- step -------------------------------------------------------------------------------------------------------
+
+
+def step(
+    x: Tensor, grad: Tensor, exp_avg: Tensor, hessian: Tensor, scalars: StepScalars, curvature: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lines 7 to 16 of Algorithm 1 for one parameter.
+
+    Args:
+        x: The unperturbed parameter.
+        grad: g̃, the gradient at x + ε.
+        exp_avg: m of the last step.
+        hessian: D of the last refresh. It starts at −0: the sign bit says that no curvature is known yet.
+        scalars: See :class:`StepScalars`.
+        curvature: Σ z⊙Hz over the probes on a refresh, None otherwise.
+
+    Returns:
+        The next x, m and D.
+    """
+    dtype = compute_dtype(x.dtype)
+    s = StepScalars(*(torch.tensor(v, dtype=dtype, device=x.device) for v in scalars))  # type: ignore[arg-type]
+    g, x_now = grad.to(dtype), x.to(dtype)
+    bias2 = s.bias2
+
+    # m = β1 m + (1−β1) g̃
+    m = s.beta1 * exp_avg + s.one_minus_beta1 * g
+    # D = β2 D + (1−β2) |Ĥ|, where Ĥ is finite
+    d = hessian
+    if curvature is not None:
+        h = curvature.to(dtype) / s.samples
+        refreshed = torch.isfinite(h)
+        d = torch.where(refreshed, s.beta2 * d + s.one_minus_beta2 * h.abs(), d)
+        bias2 = torch.where(refreshed, s.bias2, s.bias2_kept)  # type: ignore[arg-type, assignment]
+    # D̄ = (D / (1−β2^t))^power
+    d_bar = d / bias2
+    if scalars.power == 0.5:
+        d_bar = root(d_bar)
+    elif scalars.power != 1.0:
+        d_bar = d_bar.pow(s.power)
+    # x ← x(1−ηλ) − η m̄ / (D̄ + eps)
+    moved = x_now * s.decay - s.step_size * (m / (d_bar + s.eps))
+    # No weight moves before its curvature is known.
+    x_next = torch.where(torch.signbit(d), x, moved.to(x.dtype))
+    return x_next, m, d

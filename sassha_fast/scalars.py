@@ -1,0 +1,74 @@
+"""Scalars of the update: computed once per cohort in double and rounded once, so that all backends see the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["StepScalars", "integer_power", "step_scalars"]
+
+
+class StepScalars(NamedTuple):
+    """What the update needs beside tensors. The fields are the columns of ``StepScalars`` in ``csrc/params.h``."""
+
+    decay: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    bias2: float
+    bias2_kept: float
+    eps: float
+    step_size: float
+    power: float
+    samples: float
+
+
+def integer_power(base: float, exponent: int) -> float:
+    """``base ** exponent`` by repeated squaring.
+
+    Only multiplications, always in the same order: the result has the same bits in Python, C++ and on a device, and
+    a resumed run needs nothing but the step count to find it again. A library's ``pow`` promises neither.
+    """
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+def step_scalars(
+    group: Mapping[str, Any], step: int, bias2: float, *, refresh: bool, samples: int = 1, bias_correction: bool = True
+) -> StepScalars:
+    """Scalars of parameters that share a group, a step count and a curvature correction.
+
+    Args:
+        group: Their ``param_groups`` entry.
+        step: The number t of the step to take, counted from 1.
+        bias2: 1 − β2^t of their last refresh, 0 before the first.
+        refresh: Whether this step refreshes their curvature.
+        samples: Probes summed in a signed product.
+        bias_correction: False replaces both corrections by 1.
+    """
+    lr = float(group["lr"])
+    beta1, beta2 = group["betas"]
+    bias1 = 1.0 - integer_power(beta1, step) if bias_correction else 1.0
+    if refresh:
+        new_bias2 = 1.0 - integer_power(beta2, step) if bias_correction else 1.0
+    else:
+        new_bias2 = bias2
+    return StepScalars(
+        decay=1.0 - lr * float(group["weight_decay"]),
+        beta1=beta1,
+        one_minus_beta1=-(1.0 - beta1) if group["maximize"] else 1.0 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1.0 - beta2,
+        bias2=new_bias2,
+        bias2_kept=bias2,
+        eps=float(group["eps"]),
+        step_size=lr / bias1,
+        power=float(group["hessian_power"]),
+        samples=float(samples),
+    )

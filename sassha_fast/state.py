@@ -1,0 +1,86 @@
+"""Per-parameter state: its keys, its creation, and checkpoints of the authors' optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .reference import compute_dtype
+from .scalars import integer_power
+
+__all__ = ["BIAS2", "EXP_AVG", "HESSIAN", "HESSIAN_STEP", "STEP", "adopt_clock", "check_entry", "from_upstream", "new_state"]
+
+STEP = "step"  # t: steps that this parameter has taken
+HESSIAN_STEP = "hessian_step"  # the optimizer's refresh clock when it took the last of them
+EXP_AVG = "exp_avg"  # m
+HESSIAN = "exp_hessian_diag"  # D
+BIAS2 = "bias_correction2"  # 1 − β2^t of its last refresh, 0 before the first
+KEYS = frozenset((STEP, HESSIAN_STEP, EXP_AVG, HESSIAN, BIAS2))
+
+UPSTREAM_CLOCK = "hessian step"  # the authors' name of the clock
+UPSTREAM_ASCENT = "e_w"  # the authors keep ε in the state
+
+
+def new_state(param: Tensor) -> dict[str, Any]:
+    """State of a parameter that has taken no step.
+
+    D starts at −0. The sign bit says that no curvature is known, so nothing moves; the first finite |Ĥ| clears it, as
+    −0 + 0 is +0.
+    """
+    dtype = compute_dtype(param.dtype)
+    exp_avg = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    return {
+        STEP: 0,
+        HESSIAN_STEP: 0,
+        EXP_AVG: exp_avg,
+        HESSIAN: torch.full_like(exp_avg, -0.0, memory_format=torch.preserve_format),
+        BIAS2: 0.0,
+    }
+
+
+def adopt_clock(entry: MutableMapping[str, Any]) -> None:
+    """Takes over a refresh clock that a script wrote under the authors' key on a live optimizer, in place.
+
+    Without any other state the key says nothing that a fresh state would not.
+    """
+    clock = entry.pop(UPSTREAM_CLOCK)
+    if entry:
+        entry[HESSIAN_STEP] = int(clock)
+
+
+def from_upstream(entry: Mapping[str, Any], group: Mapping[str, Any], lazy_hessian: int) -> dict[str, Any]:
+    """One parameter's state as the authors' optimizer writes it, in our form."""
+    ours = {key: value for key, value in entry.items() if key not in (UPSTREAM_CLOCK, UPSTREAM_ASCENT)}
+    if not ours:
+        return {}
+    clock = ours[HESSIAN_STEP] = int(entry[UPSTREAM_CLOCK])
+    if BIAS2 in ours and STEP in ours:
+        # Theirs is raised to the Hessian power. The step of the last refresh gives the exact value back, unless
+        # their script has reset the clock since.
+        powered, power = float(ours[BIAS2]), float(group["hessian_power"])
+        last_refresh = int(ours[STEP]) - (clock - 1) % lazy_hessian
+        exact = 1.0 - integer_power(group["betas"][1], max(last_refresh, 0))
+        known = abs(exact**power - powered) <= 1e-9 * powered
+        ours[BIAS2] = exact if known else powered ** (1.0 / power)
+    return ours
+
+
+def check_entry(entry: Mapping[str, Any], param: Tensor, name: str) -> None:
+    """Raises ValueError unless ``entry`` is a complete state that fits ``param``."""
+    missing, unknown = sorted(KEYS - entry.keys()), sorted(map(str, entry.keys() - KEYS))
+    if missing or unknown:
+        raise ValueError(
+            f"load_state_dict: state of {name} lacks {missing} and has {unknown}; expected exactly {sorted(KEYS)}. "
+            "Load a checkpoint written by this optimizer or by the authors' SASSHA"
+        )
+    for key in (EXP_AVG, HESSIAN):
+        value = entry[key]
+        if not isinstance(value, Tensor) or value.shape != param.shape:
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"load_state_dict: {key!r} of {name} is {found}, expected a tensor of shape {tuple(param.shape)}; "
+                "load it into the model that it was saved from"
+            )
