@@ -81,7 +81,9 @@ def write_ninja(build_dir: Path, target: Path) -> Path:
     compile_one(csrc / "cpu" / "isa.cpp", "cpu_isa")
     for isa, isa_flags in ISAS.items():
         for kernel in KERNELS:
-            compile_one(csrc / "cpu" / f"{kernel}.cpp", f"cpu_{kernel}_{isa}", f"-DSASSHA_ISA={isa} {' '.join(isa_flags)}")
+            compile_one(
+                csrc / "cpu" / f"{kernel}.cpp", f"cpu_{kernel}_{isa}", f"-DSASSHA_ISA={isa} {' '.join(isa_flags)}"
+            )
     lines.append(f"build {quote(target)}: link {' '.join(objects)}")
     lines.append("  libs = " + " ".join(f"-L{quote(path)}" for path in library_paths()) + " -ltorch -ltorch_cpu -lc10")
     lines.append(f"default {quote(target)}")
@@ -97,7 +99,11 @@ class NinjaBuild(build_ext):
     """Builds sassha_fast/_native.so, in the source tree for an editable install, else in the build tree."""
 
     def run(self) -> None:
-        package = ROOT / "sassha_fast" if self.inplace or self.editable_mode else Path(self.build_lib).resolve() / "sassha_fast"
+        package = (
+            ROOT / "sassha_fast"
+            if self.inplace or self.editable_mode
+            else Path(self.build_lib).resolve() / "sassha_fast"
+        )
         package.mkdir(parents=True, exist_ok=True)
         path = write_ninja(ROOT / "build" / "native", package / LIBRARY)
         from ninja import BIN_DIR

@@ -101,10 +101,11 @@ inline void check_param(const char* op, const char* list, size_t i, const Tensor
 
 inline void check_like(const char* op, const char* list, size_t i, const Tensor& t, const Tensor& param,
                        ScalarType expected) {
-  STD_TORCH_CHECK(t.is_cpu() && is_strided(t), op, ": ", list, "[", i, "] must be a dense tensor on the CPU like params[", i,
-                  "]");
-  STD_TORCH_CHECK(t.scalar_type() == expected, op, ": ", list, "[", i, "] is ", torch::headeronly::toString(t.scalar_type()), ", expected ",
-                  torch::headeronly::toString(expected), " beside params[", i, "]");
+  STD_TORCH_CHECK(t.is_cpu() && is_strided(t), op, ": ", list, "[", i,
+                  "] must be a dense tensor on the CPU like params[", i, "]");
+  STD_TORCH_CHECK(t.scalar_type() == expected, op, ": ", list, "[", i, "] is ",
+                  torch::headeronly::toString(t.scalar_type()), ", expected ", torch::headeronly::toString(expected),
+                  " beside params[", i, "]");
   STD_TORCH_CHECK(same_shape(t, param), op, ": ", list, "[", i, "] has shape ", shape_of(t), ", expected ",
                   shape_of(param), " like params[", i, "]");
   STD_TORCH_CHECK(same_order(t, param), op, ": ", list, "[", i, "] has other strides than params[", i,

@@ -35,9 +35,7 @@ SASSHA_HD double power_of(double v, double e) { return pow(v, e); }
 // ---- probe: z in {-1, +1} ------------------------------------------------------------------------------------
 
 // v * z, where z is -1 if the lowest bit of `bit` is set: a sign flip, exact for every v.
-SASSHA_HD float times_sign(float v, uint32_t bit) {
-  return bits_as<float>(bits_as<uint32_t>(v) ^ (bit << 31));
-}
+SASSHA_HD float times_sign(float v, uint32_t bit) { return bits_as<float>(bits_as<uint32_t>(v) ^ (bit << 31)); }
 SASSHA_HD double times_sign(double v, uint32_t bit) {
   return bits_as<double>(bits_as<uint64_t>(v) ^ (static_cast<uint64_t>(bit) << 63));
 }

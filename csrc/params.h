@@ -25,11 +25,11 @@ struct Row {
   int64_t hessian;  // D
   int64_t product;  // Hz on a refresh, 0 otherwise
   int64_t numel;
-  int64_t layout;   // hash of sizes and strides
-  int64_t dtype;    // DType of param, grad, backup and product; m and D are float32, or float64 beside float64
-  int64_t index;    // position among all parameters: the Philox stream
-  int64_t group;    // row of the ascent scales
-  int64_t cohort;   // row of the step scalars: parameters of one group with one step count
+  int64_t layout;  // hash of sizes and strides
+  int64_t dtype;   // DType of param, grad, backup and product; m and D are float32, or float64 beside float64
+  int64_t index;   // position among all parameters: the Philox stream
+  int64_t group;   // row of the ascent scales
+  int64_t cohort;  // row of the step scalars: parameters of one group with one step count
   int64_t flags;
 };
 constexpr int64_t kRowWords = sizeof(Row) / sizeof(int64_t);
@@ -38,17 +38,17 @@ constexpr int64_t kRowWords = sizeof(Row) / sizeof(int64_t);
 // compute type.
 template <typename C>
 struct StepScalars {
-  C decay;            // 1 - lr * weight_decay
+  C decay;  // 1 - lr * weight_decay
   C beta1;
   C one_minus_beta1;  // negative under `maximize`
   C beta2;
   C one_minus_beta2;
-  C bias2;            // 1 - beta2^t of the newest refresh
-  C bias2_kept;       // the same before this step's refresh, for elements whose product is not finite
+  C bias2;       // 1 - beta2^t of the newest refresh
+  C bias2_kept;  // the same before this step's refresh, for elements whose product is not finite
   C eps;
-  C step_size;        // lr / (1 - beta1^t)
-  C power;            // exponent of the curvature
-  C samples;          // probes in the sum held by Row::product
+  C step_size;  // lr / (1 - beta1^t)
+  C power;      // exponent of the curvature
+  C samples;    // probes in the sum held by Row::product
 };
 constexpr int64_t kStepScalarWords = sizeof(StepScalars<double>) / sizeof(double);
 

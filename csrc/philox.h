@@ -16,8 +16,8 @@
 
 namespace sassha {
 
-constexpr int64_t kSignsPerCall = 128;  // one bit per element
-constexpr int64_t kNoisePerCall = 8;    // sixteen bits per element
+constexpr int64_t kSignsPerCall = 128;          // one bit per element
+constexpr int64_t kNoisePerCall = 8;            // sixteen bits per element
 constexpr uint32_t kNoiseDomain = 0x53525244u;  // keeps rounding noise and signs on different keys
 
 struct Bits128 {

@@ -81,15 +81,14 @@ class ForeachPasses(Passes):
         exp_avgs = [self.exp_avgs[i] for i in positions]
         hessians = [self.hessians[i] for i in positions]
         compute = reference.compute_dtype(dtype)
-        device = weights[0].device
-        s = StepScalars(*(torch.tensor(v, dtype=compute, device=device) for v in scalars))  # type: ignore[arg-type]
+        s = reference.scalar_tensors(scalars, compute, weights[0].device)
         grads = [self.grads[i].to(compute) for i in positions]
 
         # m = β1 m + (1−β1) g̃
         torch._foreach_mul_(exp_avgs, s.beta1)
-        torch._foreach_add_(exp_avgs, torch._foreach_mul(grads, s.one_minus_beta1))  # type: ignore[arg-type]
+        torch._foreach_add_(exp_avgs, torch._foreach_mul(grads, s.one_minus_beta1))
         # D = β2 D + (1−β2) |Ĥ|
-        bias2: list[Tensor] = [s.bias2] * len(weights)  # type: ignore[list-item]
+        bias2: list[Tensor] = [s.bias2] * len(weights)
         for j, h in enumerate(curvatures or ()):
             if h is None:
                 continue
@@ -97,18 +96,24 @@ class ForeachPasses(Passes):
             refreshed = torch.isfinite(h)
             d = s.beta2 * hessians[j] + s.one_minus_beta2 * h.abs()
             hessians[j].copy_(torch.where(refreshed, d, hessians[j]))
-            bias2[j] = torch.where(refreshed, s.bias2, s.bias2_kept)  # type: ignore[call-overload]
+            bias2[j] = torch.where(refreshed, s.bias2, s.bias2_kept)
         # D̄ + eps
-        denoms = [d / b for d, b in zip(hessians, bias2, strict=True)] if curvatures else torch._foreach_div(hessians, s.bias2)  # type: ignore[arg-type]
+        denoms = (
+            [d / b for d, b in zip(hessians, bias2, strict=True)]
+            if curvatures
+            else torch._foreach_div(hessians, s.bias2)
+        )
         if scalars.power == 0.5:
             denoms = [reference.root(d) for d in denoms]  # _foreach_sqrt is not correctly rounded everywhere
         elif scalars.power != 1.0:
             denoms = [d.pow(s.power) for d in denoms]
-        torch._foreach_add_(denoms, s.eps)  # type: ignore[arg-type]
+        torch._foreach_add_(denoms, s.eps)
         # x ← x(1−ηλ) − η m̄ / (D̄ + eps)
         updates = torch._foreach_div(exp_avgs, denoms)
         torch._foreach_mul_(updates, s.step_size)
         moved = torch._foreach_mul([w.to(compute) for w in weights], s.decay)
         torch._foreach_sub_(moved, updates)
-        known = [torch.where(torch.signbit(d), w, x.to(dtype)) for d, w, x in zip(hessians, weights, moved, strict=True)]
+        known = [
+            torch.where(torch.signbit(d), w, x.to(dtype)) for d, w, x in zip(hessians, weights, moved, strict=True)
+        ]
         torch._foreach_copy_(weights, known)

@@ -58,7 +58,7 @@ def exact_products(
     for sample in range(n_samples):
         signs = dict(zip(positions, source.rademacher(positions, seed, draw + sample), strict=True))
         with torch.enable_grad():
-            products = torch.autograd.grad(
+            differentiated = torch.autograd.grad(
                 [grads[i] for i in connected],
                 inputs,
                 grad_outputs=[signs[i] for i in connected],
@@ -66,7 +66,7 @@ def exact_products(
                 allow_unused=True,
                 materialize_grads=True,
             )
-        products = [product.detach() for product in products]
+        products = [product.detach() for product in differentiated]
         if not signed:
             return _place(source, positions, products, signs, len(params))
         for j, product in enumerate(products):

@@ -71,7 +71,10 @@ class NativePasses(Passes):
     def bind_grads(self, grads: list[Tensor]) -> None:
         """See :meth:`Passes.bind_grads`. Gradients in another layout are copied into the parameter's."""
         mine = self._pick(grads)
-        misfits, self.shared = self.ops.table_bind(self.table, GRAD, mine)
+        try:
+            misfits, self.shared = self.ops.table_bind(self.table, GRAD, mine)
+        except NotImplementedError:  # a gradient of a kind that the dispatcher has no kernel for, such as sparse
+            misfits = len(mine)
         if misfits:
             check_grads(self.members.names, self.members.weights, grads)
             mine = [
@@ -79,7 +82,7 @@ class NativePasses(Passes):
                 for g, w in zip(mine, self.weights, strict=True)
             ]
             _, self.shared = self.ops.table_bind(self.table, GRAD, mine)
-        self.grads = mine
+        self.grads = list(mine)
         if self.rest is not None:
             self.rest.bind_grads([grads[i] for i in self.odd])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ def load() -> str | None:
     if not LIBRARY.exists():
         return f"{LIBRARY} was not built; run `make build`, or install a wheel"
     try:
-        torch.ops.load_library(str(LIBRARY))
+        torch.ops.load_library(str(LIBRARY))  # type: ignore[no-untyped-call]
     except OSError as error:
         return f"{LIBRARY} can't be loaded: {error}"
     _register_fakes()
@@ -29,14 +31,16 @@ def load() -> str | None:
 def _register_fakes() -> None:
     """Shapes and dtypes without data, so that torch.compile and FakeTensor can trace the operators."""
 
-    @torch.library.register_fake("sassha_fast::square_sums")
-    def _(grads: list[Tensor], params: list[Tensor], groups: list[int], n_groups: int) -> Tensor:
+    def square_sums(grads: list[Tensor], params: list[Tensor], groups: list[int], n_groups: int) -> Tensor:
         device = grads[0].device if grads else torch.device("cpu")
         return torch.empty(n_groups, dtype=torch.float64, device=device)
 
-    @torch.library.register_fake("sassha_fast::refresh_step_")
-    def _(params: list[Tensor], *args: object) -> Tensor:
+    def refresh_step(params: list[Tensor], *args: object) -> Tensor:
         return torch.empty(len(params), 3, dtype=torch.float64, device=params[0].device)
 
-    for name in ("perturb_", "restore_", "rademacher_", "probe_", "step_"):
-        torch.library.register_fake(f"sassha_fast::{name}", lambda *args: None)
+    def nothing(*args: object) -> None:
+        return None
+
+    fakes: dict[str, Callable[..., Any]] = {"square_sums": square_sums, "refresh_step_": refresh_step}
+    for name in ("square_sums", "perturb_", "restore_", "rademacher_", "probe_", "step_", "refresh_step_"):
+        torch.library.register_fake(f"sassha_fast::{name}", fakes.get(name, nothing))

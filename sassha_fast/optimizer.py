@@ -179,6 +179,7 @@ class SASSHA(Optimizer):
         self._flat: list[Tensor] = []
         self._plans: dict[tuple[bool, ...] | None, Plan] = {}
         self._ascent: Plan | None = None
+        self._ascended = False  # whether perturb_weights was called since the last step
         self._curvature: _Curvature | None = None
 
     # ---- parameters ---------------------------------------------------------------------------------------------
@@ -190,7 +191,9 @@ class SASSHA(Optimizer):
         group = dict(param_group)
         _check_group({**self.defaults, **group})
         params = group.get("params", ())
-        group["params"] = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+        group["params"] = (
+            [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+        )
         for i, entry in enumerate(group["params"]):
             _check_param(entry[1] if isinstance(entry, tuple) else entry, i)
         super().add_param_group(group)
@@ -327,7 +330,7 @@ class SASSHA(Optimizer):
             torch.tensor([g["perturb_eps"] for g in self.param_groups], dtype=torch.float64, device=device),
         )
         plan.perturb(scales, adaptive=self.adaptive, take_grads=idle, seed=self.seed, draw=self._clock())
-        self._ascent = plan
+        self._ascent, self._ascended = plan, True
         self.stats.grad_norm = square_sums.sum().sqrt()
         self.stats.predicted_gap = (scales.abs() * square_sums).sum()
         _weights_moved(plan.params)
@@ -372,27 +375,27 @@ class SASSHA(Optimizer):
         plan, grads = self._gather()
         if plan is None:
             return
-        if self._is_priming():
+        if self._is_priming(grads):
             self._states(plan)
             return
-        curvature = self._curvature or self._curvature_at(plan, grads, "step")
-        grads = self._detach_grads(grads)
         plan.bind_grads(grads)
+        curvature = self._curvature or self._curvature_at(plan, grads, "step")
+        self._detach_grads(grads)
         self._update(plan, curvature.products)
-        self._curvature = None
+        self._curvature, self._ascended = None, False
 
-    def _is_priming(self) -> bool:
-        """Whether this is torch.distributed.checkpoint creating state: a step with lr 0 before there is any."""
-        return not self.state and all(float(group["lr"]) == 0.0 for group in self.param_groups)
+    def _is_priming(self, grads: list[Tensor]) -> bool:
+        """Whether this is torch.distributed.checkpoint creating state: lr 0, no ascent, no graph, no state yet."""
+        if self.state or self._ascended or any(float(group["lr"]) != 0.0 for group in self.param_groups):
+            return False
+        return not any(g.requires_grad for g in grads)
 
-    def _detach_grads(self, grads: list[Tensor]) -> list[Tensor]:
+    def _detach_grads(self, grads: list[Tensor]) -> None:
         """Cuts gradients off their graph: together with their parameters they are a cycle that would leak."""
-        if not any(g.requires_grad for g in grads):
-            return grads
-        for p in self._flat:
-            if p.grad is not None and p.grad.requires_grad:
-                p.grad = p.grad.detach()
-        return [g.detach() for g in grads]
+        if any(g.requires_grad for g in grads):
+            for p in self._flat:
+                if p.grad is not None and p.grad.requires_grad:
+                    p.grad = p.grad.detach()
 
     def _states(self, plan: Plan) -> list[dict[str, Any]]:
         """State of every parameter of the plan, created where it is missing."""
@@ -576,7 +579,11 @@ def _weights_moved(params: list[Tensor]) -> None:
 
 
 def _check_single_process() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         raise RuntimeError(
             f"SASSHA.step: this process is one of {torch.distributed.get_world_size()}, and this release does not "
             "reduce gradients and products over processes; train in one process"

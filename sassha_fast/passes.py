@@ -176,9 +176,7 @@ class Passes:
                 h = product.value
                 if not product.signed:
                     h = h * reference.rademacher(weight, self.members.indices[i], seed, draw)
-            x, m, d = reference.step(
-                weight, self.grads[i], self.exp_avgs[i], self.hessians[i], scalars[cohorts[i]], h
-            )
+            x, m, d = reference.step(weight, self.grads[i], self.exp_avgs[i], self.hessians[i], scalars[cohorts[i]], h)
             weight.copy_(x)
             self.exp_avgs[i].copy_(m)
             self.hessians[i].copy_(d)

@@ -7,6 +7,8 @@ an addition into one rounding on some devices and not on others, so none is used
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ __all__ = [
     "rademacher",
     "root",
     "rounding_noise",
+    "scalar_tensors",
     "square_sum",
     "step",
     "stochastic_round",
@@ -176,6 +179,11 @@ def root(value: Tensor) -> Tensor:
 # ---- step -------------------------------------------------------------------------------------------------------
 
 
+def scalar_tensors(scalars: StepScalars, dtype: torch.dtype, device: torch.device) -> Any:
+    """The same fields as 0-d tensors, rounded once: a Python number may enter an operation in double."""
+    return StepScalars(*(torch.tensor(v, dtype=dtype, device=device) for v in scalars))  # type: ignore[arg-type]
+
+
 def step(
     x: Tensor, grad: Tensor, exp_avg: Tensor, hessian: Tensor, scalars: StepScalars, curvature: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,7 +201,7 @@ def step(
         The next x, m and D.
     """
     dtype = compute_dtype(x.dtype)
-    s = StepScalars(*(torch.tensor(v, dtype=dtype, device=x.device) for v in scalars))  # type: ignore[arg-type]
+    s = scalar_tensors(scalars, dtype, x.device)
     g, x_now = grad.to(dtype), x.to(dtype)
     bias2 = s.bias2
 
@@ -205,7 +213,7 @@ def step(
         h = curvature.to(dtype) / s.samples
         refreshed = torch.isfinite(h)
         d = torch.where(refreshed, s.beta2 * d + s.one_minus_beta2 * h.abs(), d)
-        bias2 = torch.where(refreshed, s.bias2, s.bias2_kept)  # type: ignore[arg-type, assignment]
+        bias2 = torch.where(refreshed, s.bias2, s.bias2_kept)
     # D̄ = (D / (1−β2^t))^power
     d_bar = d / bias2
     if scalars.power == 0.5:

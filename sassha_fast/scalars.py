@@ -54,18 +54,16 @@ def step_scalars(
     """
     lr = float(group["lr"])
     beta1, beta2 = group["betas"]
-    bias1 = 1.0 - integer_power(beta1, step) if bias_correction else 1.0
-    if refresh:
-        new_bias2 = 1.0 - integer_power(beta2, step) if bias_correction else 1.0
-    else:
-        new_bias2 = bias2
+    bias1, refreshed_bias2 = 1.0, 1.0
+    if bias_correction:
+        bias1, refreshed_bias2 = 1.0 - integer_power(beta1, step), 1.0 - integer_power(beta2, step)
     return StepScalars(
         decay=1.0 - lr * float(group["weight_decay"]),
         beta1=beta1,
         one_minus_beta1=-(1.0 - beta1) if group["maximize"] else 1.0 - beta1,
         beta2=beta2,
         one_minus_beta2=1.0 - beta2,
-        bias2=new_bias2,
+        bias2=refreshed_bias2 if refresh else bias2,
         bias2_kept=bias2,
         eps=float(group["eps"]),
         step_size=lr / bias1,

@@ -11,7 +11,17 @@ from torch import Tensor
 from .reference import compute_dtype
 from .scalars import integer_power
 
-__all__ = ["BIAS2", "EXP_AVG", "HESSIAN", "HESSIAN_STEP", "STEP", "adopt_clock", "check_entry", "from_upstream", "new_state"]
+__all__ = [
+    "BIAS2",
+    "EXP_AVG",
+    "HESSIAN",
+    "HESSIAN_STEP",
+    "STEP",
+    "adopt_clock",
+    "check_entry",
+    "from_upstream",
+    "new_state",
+]
 
 STEP = "step"  # t: steps that this parameter has taken
 HESSIAN_STEP = "hessian_step"  # the optimizer's refresh clock when it took the last of them

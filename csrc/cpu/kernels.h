@@ -21,7 +21,7 @@ struct StepOptions {
   const StepScalars<double>* scalars;  // per cohort
   uint64_t seed;                       // signs of a product that is not signed yet
   uint32_t draw;
-  bool stream;                         // write parameters past the cache
+  bool stream;  // write parameters past the cache
 };
 
 struct Kernels {
@@ -38,14 +38,14 @@ struct Kernels {
 const Kernels& kernels();
 
 // What each instruction set's translation unit defines.
-#define SASSHA_DECLARE_KERNELS(ISA)                                                                   \
-  namespace ISA {                                                                                     \
-  double square_sum(const Row& row, int64_t begin, int64_t size, bool adaptive);                      \
-  void perturb(const Row& row, int64_t begin, int64_t size, const AscentOptions& options);            \
-  void restore(const Row& row, int64_t begin, int64_t size, bool stream);                             \
-  void rademacher(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw);         \
-  void probe(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw, double h);    \
-  Tally step(const Row& row, int64_t begin, int64_t size, const StepOptions& options);                \
+#define SASSHA_DECLARE_KERNELS(ISA)                                                                \
+  namespace ISA {                                                                                  \
+  double square_sum(const Row& row, int64_t begin, int64_t size, bool adaptive);                   \
+  void perturb(const Row& row, int64_t begin, int64_t size, const AscentOptions& options);         \
+  void restore(const Row& row, int64_t begin, int64_t size, bool stream);                          \
+  void rademacher(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw);      \
+  void probe(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw, double h); \
+  Tally step(const Row& row, int64_t begin, int64_t size, const StepOptions& options);             \
   }
 
 SASSHA_DECLARE_KERNELS(generic)

@@ -53,9 +53,8 @@ void perturb(Rows rows, const AscentOptions& options) {
 void restore(Rows rows) {
   const Pieces pieces(rows.data, rows.size);
   const bool stream = pieces.elements() > kStreamElements;
-  pieces.for_each([&](int64_t, const Piece& piece) {
-    kernels().restore(rows.data[piece.row], piece.begin, piece.size, stream);
-  });
+  pieces.for_each(
+      [&](int64_t, const Piece& piece) { kernels().restore(rows.data[piece.row], piece.begin, piece.size, stream); });
 }
 
 void rademacher(Rows rows, int64_t seed, int64_t draw) {
@@ -97,8 +96,8 @@ void check_scales(const char* op, const Tensor& scales, const std::vector<Row>& 
   STD_TORCH_CHECK(scales.is_cpu() && scales.scalar_type() == ScalarType::Float && scales.is_contiguous(), op,
                   ": scales must be a contiguous float32 tensor on the CPU with one entry per group");
   for (const Row& row : rows) {
-    STD_TORCH_CHECK(row.group >= 0 && row.group < scales.numel(), op, ": group ", row.group, " has no entry in scales, which has ",
-                    scales.numel());
+    STD_TORCH_CHECK(row.group >= 0 && row.group < scales.numel(), op, ": group ", row.group,
+                    " has no entry in scales, which has ", scales.numel());
   }
 }
 
@@ -152,9 +151,11 @@ Tensor op_square_sums(Tensors grads, Tensors params, Ints groups, int64_t n_grou
   if (adaptive) set_column(op, "params", rows, &Row::param, params, grads);
   set_numbers(op, "groups", rows, &Row::group, groups);
   for (const Row& row : rows) {
-    STD_TORCH_CHECK(row.group >= 0 && row.group < n_groups, op, ": group ", row.group, " is not below n_groups=", n_groups);
+    STD_TORCH_CHECK(row.group >= 0 && row.group < n_groups, op, ": group ", row.group,
+                    " is not below n_groups=", n_groups);
   }
-  Tensor sums = grads.empty() ? torch::stable::empty({n_groups}, ScalarType::Double) : new_doubles(grads[0], {n_groups});
+  Tensor sums =
+      grads.empty() ? torch::stable::empty({n_groups}, ScalarType::Double) : new_doubles(grads[0], {n_groups});
   if (grads.empty()) torch::stable::zero_(sums);
   square_sums(view(rows), adaptive, static_cast<double*>(sums.data_ptr()));
   return sums;
@@ -214,7 +215,8 @@ std::vector<Row> step_rows(const char* op, const Tensors& params, const Tensors&
 
 void op_step(Tensors params, Tensors backups, Tensors grads, Tensors exp_avgs, Tensors hessians, Tensor scalars,
              Ints cohorts) {
-  step(view(step_rows("sassha_step", params, backups, grads, exp_avgs, hessians, scalars, cohorts)), scalars, 0, 0, nullptr);
+  step(view(step_rows("sassha_step", params, backups, grads, exp_avgs, hessians, scalars, cohorts)), scalars, 0, 0,
+       nullptr);
 }
 
 Tensor op_refresh_step(Tensors params, Tensors backups, Tensors grads, Tensors exp_avgs, Tensors hessians,
@@ -259,7 +261,8 @@ int64_t mark_owned(Row* rows, const Tensors& grads) {
     sorted = sorted && (ranges.empty() || ranges.back().begin <= rows[i].grad);
     ranges.push_back({rows[i].grad, rows[i].grad + bytes, i});
   }
-  if (!sorted) std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  if (!sorted)
+    std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
   size_t widest = 0;  // the range that reaches furthest so far
   for (size_t i = 1; i < ranges.size(); ++i) {
     if (ranges[i].begin < ranges[widest].end) {
@@ -351,4 +354,6 @@ STABLE_TORCH_LIBRARY_IMPL(sassha_fast, CPU, m) {
   m.impl("table_step", TORCH_BOX(&sassha::op_table_step));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(sassha_fast, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&sassha::op_cpu_isa)); }
+STABLE_TORCH_LIBRARY_IMPL(sassha_fast, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&sassha::op_cpu_isa));
+}

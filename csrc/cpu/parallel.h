@@ -16,8 +16,8 @@
 
 namespace sassha {
 
-constexpr int64_t kPiece = 16384;       // elements; a multiple of kSignsPerCall, so that no Philox block is split
-constexpr int64_t kSerial = 2 * kPiece; // below this, waking threads costs more than it gains
+constexpr int64_t kPiece = 16384;        // elements; a multiple of kSignsPerCall, so that no Philox block is split
+constexpr int64_t kSerial = 2 * kPiece;  // below this, waking threads costs more than it gains
 
 struct Piece {
   int64_t row;
@@ -52,8 +52,7 @@ class Pieces {
   template <typename F>
   void for_each(const F& f) const {
     const int64_t n_tasks = static_cast<int64_t>(tasks_.size()) - 1;
-    const int64_t threads =
-        elements_ <= kSerial ? 1 : std::min<int64_t>(torch::stable::get_num_threads(), n_tasks);
+    const int64_t threads = elements_ <= kSerial ? 1 : std::min<int64_t>(torch::stable::get_num_threads(), n_tasks);
     std::atomic<int64_t> next{0};
     const auto work = [&](int64_t, int64_t) {
       for (int64_t t = next.fetch_add(1, std::memory_order_relaxed); t < n_tasks;

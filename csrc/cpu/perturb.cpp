@@ -12,8 +12,8 @@ void round_stochastically(float* values, int64_t n, const Stream& stream, int64_
     const Bits128 noise = noise_bits(stream, (element + i) / kNoisePerCall);
     for (int64_t j = i; j < i + kNoisePerCall && j < n; ++j) {
       const uint32_t bits = (noise.word[(j - i) / 2] >> (16 * (j % 2))) & 0xFFFFu;
-      values[j] = std::is_same_v<T, BFloat16> ? stochastic_bfloat16(values[j], bits)
-                                              : stochastic_float16(values[j], bits);
+      values[j] =
+          std::is_same_v<T, BFloat16> ? stochastic_bfloat16(values[j], bits) : stochastic_float16(values[j], bits);
     }
   }
 }
@@ -63,8 +63,7 @@ void perturb_of(const Row& row, int64_t begin, int64_t size, const AscentOptions
 void perturb(const Row& row, int64_t begin, int64_t size, const AscentOptions& options) {
   with_dtype(row, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    options.adaptive ? perturb_of<T, true>(row, begin, size, options)
-                     : perturb_of<T, false>(row, begin, size, options);
+    options.adaptive ? perturb_of<T, true>(row, begin, size, options) : perturb_of<T, false>(row, begin, size, options);
   });
 }
 

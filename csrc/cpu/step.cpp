@@ -13,8 +13,8 @@ enum class Product {
 
 template <typename C>
 StepScalars<C> rounded(const StepScalars<double>& s) {
-  return {C(s.decay), C(s.beta1),      C(s.one_minus_beta1), C(s.beta2),     C(s.one_minus_beta2), C(s.bias2),
-          C(s.bias2_kept), C(s.eps), C(s.step_size),       C(s.power), C(s.samples)};
+  return {C(s.decay),      C(s.beta1), C(s.one_minus_beta1), C(s.beta2), C(s.one_minus_beta2), C(s.bias2),
+          C(s.bias2_kept), C(s.eps),   C(s.step_size),       C(s.power), C(s.samples)};
 }
 
 // What a piece's tally is added up from.

@@ -1,0 +1,56 @@
+# Every target sets up what it needs: a virtual environment in .venv, pinned packages, the native library.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BUILT := sassha_fast/_native.so
+SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp bench/*.cpp)
+
+.DEFAULT_GOAL := help
+.PHONY: help build test demo bench lint format wheel report clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(INSTALLED): requirements-dev.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(BUILT): $(INSTALLED) $(SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+build: $(BUILT) ## set up .venv and build the native library, incrementally
+
+test: $(BUILT) ## run the tests
+	$(BIN)/python -m pytest tests
+
+demo: $(BUILT) ## train digits with AdamW, SAM and SASSHA side by side
+	$(BIN)/python -m examples.digits
+
+bench: $(BUILT) ## run the benchmarks against the eager loop, AdamW and the machine's bandwidth
+	$(BIN)/python -m pytest bench
+
+report: $(BUILT) ## print which backends run here
+	$(BIN)/python -m sassha_fast
+
+lint: $(INSTALLED) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
+
+format: $(INSTALLED) ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(FORMATTED)
+
+wheel: $(INSTALLED) ## build dist/*.whl, one for every Python 3
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
+
+clean: ## remove everything that was built, and .venv
+	rm -rf $(VENV) build dist *.egg-info sassha_fast/_native.so

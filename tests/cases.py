@@ -1,0 +1,189 @@
+"""The tensor lists that the passes of every backend are tested on, and the comparison of bits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sassha_fast.foreach import ForeachPasses
+from sassha_fast.native import NativePasses
+from sassha_fast.passes import Members, Passes
+from sassha_fast.reference import compute_dtype
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+REDUCED = (torch.bfloat16, torch.float16)
+PASSES: dict[str, type[Passes]] = {"reference": Passes, "foreach": ForeachPasses, "native": NativePasses}
+
+# ---- comparison ---------------------------------------------------------------------------------------------------
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The elements in logical order as integers."""
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def assert_same_bits(actual: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor], what: str = "it") -> None:
+    """Equal dtype, shape and bits: −0 is not +0. A NaN equals every NaN, as its payload is nobody's promise."""
+    if not isinstance(actual, Tensor):
+        assert len(actual) == len(expected), f"{what}: {len(actual)} tensors, expected {len(expected)}"
+        for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            assert_same_bits(a, e, f"{what}[{i}]")
+        return
+    assert isinstance(expected, Tensor)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), what
+    wrong = (bits(actual) != bits(expected)) & ~(actual.isnan() & expected.isnan())
+    if wrong.any():
+        first = wrong.flatten().nonzero()[0]
+        a, e = (t.flatten()[first].item() for t in (actual, expected))
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ, first {int(first)}: {a!r}, expected {e!r}"
+        )
+
+
+def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies with the same strides where the tensors are dense."""
+    return [t.clone() for t in tensors]
+
+
+# ---- cases --------------------------------------------------------------------------------------------------------
+
+
+class Spec(NamedTuple):
+    """One tensor of a case. A dtype of None is the dtype under test."""
+
+    shape: tuple[int, ...]
+    layout: str = "contiguous"
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named list of tensors."""
+
+    name: str
+    specs: tuple[Spec, ...]
+
+    @property
+    def dense(self) -> bool:
+        """Whether the operators on lists take it; others are for the classes of passes."""
+        return all(spec.layout != "gaps" for spec in self.specs)
+
+    @property
+    def row_major(self) -> bool:
+        """Whether memory order is logical order, as random numbers in registers need it."""
+        return all(spec.layout in ("contiguous", "misaligned") for spec in self.specs)
+
+
+def _flat(*sizes: int) -> tuple[Spec, ...]:
+    return tuple(Spec((n,)) for n in sizes)
+
+
+CASES = (
+    # Around a Philox block (128) and a piece of the CPU's loop (16384).
+    Case("sizes", _flat(0, 1, 3, 127, 128, 129, 16383, 16384, 16385, 50000)),
+    Case("scalars", (Spec(()), Spec((1, 1)), Spec(()))),
+    Case("empty_first", _flat(0, 130, 5)),
+    Case("empty_middle", (Spec((40,)), Spec((3, 0)), Spec((129,)))),
+    Case("empty_last", _flat(257, 0)),
+    Case("all_empty", _flat(0, 0)),
+    Case("many", _flat(*((37 * i) % 271 for i in range(300)))),
+    Case("misaligned", (Spec((1000,), "misaligned"), Spec((4, 5001), "misaligned"), Spec((2,), "misaligned"))),
+    Case("channels_last", (Spec((5, 8, 3, 7), "channels_last"), Spec((64, 33, 3, 3), "channels_last"), Spec((9,)))),
+    Case("transposed", (Spec((130, 7), "transposed"), Spec((129, 128), "transposed"))),
+    Case("gaps", (Spec((6, 50), "gaps"), Spec((200,)), Spec((129, 130), "gaps"))),
+    Case("only_gaps", (Spec((6, 50), "gaps"),)),
+    Case(
+        "mixed_dtypes", tuple(Spec((n,), dtype=DTYPES[i % 4]) for i, n in enumerate((3, 129, 500, 64, 0, 17000, 9, 1)))
+    ),
+)
+# The dtype under test means nothing to the mixed list.
+PAIRS = [(case, dtype) for case in CASES for dtype in (DTYPES if case.name != "mixed_dtypes" else (torch.float32,))]
+
+
+def pair_id(value: object) -> str | None:
+    """Test ids of a case and of a dtype."""
+    if isinstance(value, Case):
+        return value.name
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+
+
+def place(values: Tensor, layout: str) -> Tensor:
+    """``values`` in memory of the given layout."""
+    if layout == "misaligned":
+        return values.new_empty(values.numel() + 1)[1:].view(values.shape).copy_(values)
+    if layout == "channels_last":
+        return values.contiguous(memory_format=torch.channels_last)
+    if layout == "transposed":
+        return values.t().contiguous().t()
+    if layout == "gaps":
+        rows, columns = values.shape
+        return values.new_empty(rows, 2 * columns)[:, ::2].copy_(values)
+    return values.contiguous()
+
+
+class Lists(NamedTuple):
+    """Parallel lists, as a pass takes them."""
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    hessians: list[Tensor]
+    products: list[Tensor]
+
+
+def build(
+    case: Case, dtype: torch.dtype, *, seed: int = 0, nonfinite: bool = False, device: str | torch.device = "cpu"
+) -> Lists:
+    """Values for a case: curvature has unknown (−0), zero and positive elements, products some exact zeros.
+
+    Args:
+        case: Shapes and layouts.
+        dtype: Where a tensor of the case names none.
+        seed: Of the values, the same on every device.
+        nonfinite: Puts inf, −inf and NaN into the products.
+        device: Where to put them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lists = Lists([], [], [], [], [])
+    for position, spec in enumerate(case.specs):
+        kind = spec.dtype or dtype
+        state = compute_dtype(kind)
+        number = torch.arange(torch.Size(spec.shape).numel()).reshape(spec.shape) + position
+
+        def normal(scale: float, dtype: torch.dtype, shape: tuple[int, ...] = spec.shape) -> Tensor:
+            return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+        hessian = normal(1.0, state).square()
+        hessian[number % 7 == 0] = -0.0
+        hessian[number % 7 == 1] = 0.0
+        product = normal(2.0, kind)
+        product[number % 5 == 0] = 0.0
+        if nonfinite:
+            for remainder, value in ((3, torch.inf), (5, torch.nan), (8, -torch.inf)):
+                product[number % 11 == remainder] = value
+        values = (normal(1.0, kind), normal(0.1, kind), normal(0.1, state), hessian, product)
+        for column, (tensors, value) in enumerate(zip(lists, values, strict=True)):
+            layout = "contiguous" if spec.layout == "gaps" and column > 0 else spec.layout
+            tensors.append(place(value.to(device), layout))
+    return lists
+
+
+def groups_of(n: int) -> list[int]:
+    """Parameter groups 0 and 2 by turns; group 1 stays empty."""
+    return [2 * (i % 2) for i in range(n)]
+
+
+N_GROUPS = 3
+
+
+def indices_of(n: int) -> list[int]:
+    """Random streams that are not just positions."""
+    return [3 * i + 5 for i in range(n)]
+
+
+def members_of(weights: list[Tensor]) -> Members:
+    """Describes the weights to a class of passes."""
+    n = len(weights)
+    return Members(weights, indices_of(n), groups_of(n), N_GROUPS, [f"weight {i}" for i in range(n)])

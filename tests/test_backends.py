@@ -1,0 +1,108 @@
+"""The registry, its report, schedules and stats."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from training import make_loss, make_net, three_calls
+
+import sassha_fast
+from sassha_fast import SASSHA, Stats, backends, schedules
+
+
+def test_auto_takes_the_kernels_on_the_cpu_and_foreach_elsewhere():
+    assert backends.choose("auto", torch.device("cpu")).name == "cpu"
+    assert backends.choose("auto", torch.device("meta")).name == "foreach"
+
+
+def test_available_names_what_runs():
+    assert backends.available("cpu") == backends.names() == ["cpu", "foreach", "reference"]
+    assert backends.available("meta") == ["foreach", "reference"]
+
+
+def test_report_names_every_backend_and_its_state():
+    text = backends.report()
+    assert sassha_fast.__version__ in text
+    for name in backends.names():
+        assert name in text
+    assert torch.ops.sassha_fast.cpu_isa() in text
+
+
+def test_module_prints_the_report():
+    done = subprocess.run([sys.executable, "-m", "sassha_fast"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == backends.report()
+
+
+def test_a_library_that_was_not_built_is_said_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(backends.ops, "LIBRARY", tmp_path / "_native.so")
+    backends.ops.load.cache_clear()
+    try:
+        assert backends.available("cpu") == ["foreach", "reference"]
+        assert backends.choose("auto", torch.device("cpu")).name == "foreach"
+        with pytest.raises(RuntimeError, match="was not built; run `make build`"):
+            backends.choose("cpu", torch.device("cpu"))
+    finally:
+        monkeypatch.undo()
+        backends.ops.load.cache_clear()
+        assert backends.ops.load() is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, "auto"),
+        ({"foreach": True}, "foreach"),
+        ({"fused": True}, "cpu"),
+        ({"foreach": False, "fused": False}, "reference"),
+        ({"foreach": False}, "auto"),
+    ],
+)
+def test_torchs_flags_are_aliases(flags, expected):
+    assert backends.resolve("auto", **flags) == expected
+    assert SASSHA(make_net().parameters(), **flags).backend == expected
+
+
+def test_schedules_run_from_start_to_end_and_stay_there():
+    for kind in (schedules.Linear, schedules.Cosine):
+        values = [kind(4, 0.5, 1.0)(t) for t in (0, 2, 4, 9)]
+        assert values == pytest.approx([0.5, 0.75, 1.0, 1.0])
+        with pytest.raises(ValueError, match="total_steps is 0"):
+            kind(0, 0.5, 1.0)
+    assert schedules.Cosine(4, 0.5, 1.0)(1) == pytest.approx(0.5 + 0.5 * (1 - math.cos(math.pi / 4)) / 2)
+    assert schedules.Constant(0.7)(123) == 0.7
+
+
+def test_power_may_follow_the_learning_rate():
+    opt = SASSHA(make_net().parameters(), lr=0.1)
+    power = schedules.ProportionalToLR(opt, max_lr=0.1, min_lr=0.0, max_value=1.0, min_value=0.5)
+    assert power(0) == 0.5
+    opt.param_groups[0]["lr"] = 0.05
+    assert power(0) == 0.75
+    with pytest.raises(ValueError, match=r"max_lr is 0\.1, expected more than min_lr=0\.2"):
+        schedules.ProportionalToLR(opt, max_lr=0.1, min_lr=0.2, max_value=1.0, min_value=0.5)
+
+
+def test_next_value_asks_functions_and_stepping_objects():
+    class Stepping:
+        def step(self):
+            return 3
+
+    assert schedules.next_value(schedules.Linear(2, 0.0, 1.0), 1) == 0.5
+    assert schedules.next_value(Stepping(), 1) == 3.0
+    schedules.check_schedule("x", Stepping())
+    with pytest.raises(TypeError, match="x is 'soon'"):
+        schedules.check_schedule("x", "soon")
+
+
+def test_stats_are_unknown_before_the_first_step_and_tensors_after_it():
+    net = make_net()
+    opt = SASSHA(net.parameters(), lr=0.01, rho=0.05)
+    assert isinstance(opt.stats, Stats)
+    assert math.isnan(opt.stats.grad_norm)
+    three_calls(opt, make_loss(net))
+    assert opt.stats.grad_norm > 0
+    assert opt.stats.trace.dtype == torch.float64
+    assert math.isnan(opt.stats.ascent_gap)
+    assert (opt.stats.refreshes, opt.stats.skipped_refreshes, opt.stats.partial_refreshes) == (1, 0, 0)

@@ -1,0 +1,229 @@
+"""Bad input is named, with its value and the remedy, and changes nothing."""
+
+import copy
+import math
+
+import pytest
+import torch
+from training import (
+    BACKENDS,
+    assert_same_bits,
+    assert_same_state,
+    make_loss,
+    make_net,
+    snapshot,
+    state_of,
+    three_calls,
+    train,
+)
+
+from sassha_fast import SASSHA
+from sassha_fast.passes import check_grads
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "rho", "perturb_eps", "eps", "hessian_power"])
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
+def test_hyperparameters_must_be_finite_and_not_negative(name, value):
+    with pytest.raises(ValueError, match=f"SASSHA: {name} is {value}, expected a finite number from 0"):
+        SASSHA(make_net().parameters(), **{name: value})
+    opt = SASSHA(make_net().parameters())
+    with pytest.raises(ValueError, match=f"SASSHA: {name} is {value}"):
+        opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], name: value})
+    assert len(opt.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0, expected a finite number from 0 below 1"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\] is -0.1"),
+        ({"betas": (0.9,)}, r"betas is \(0.9,\), expected two numbers"),
+        ({"betas": 0.9}, "betas is 0.9, expected two numbers"),
+        ({"lazy_hessian": 0}, "lazy_hessian is 0, expected an integer of at least 1"),
+        ({"lazy_hessian": 2.5}, "lazy_hessian is 2.5"),
+        ({"n_samples": 0}, "n_samples is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"grad_reduce": "max"}, r"grad_reduce is 'max', expected one of \['mean', 'sum'\]"),
+        ({"hvp": "magic"}, "hvp is 'magic'"),
+        ({"hvp_point": "elsewhere"}, "hvp_point is 'elsewhere'"),
+        ({"backend": "gpu"}, r"backend is 'gpu', expected 'auto' or one of \['cpu', 'foreach', 'reference'\]"),
+        ({"foreach": True, "fused": True}, "exclude each other"),
+        ({"backend": "cpu", "foreach": True}, "contradicts"),
+        ({"lr": torch.ones(2)}, r"lr is a tensor of shape \(2,\)"),
+    ],
+)
+def test_constructor_names_the_bad_argument(options, message):
+    with pytest.raises(ValueError, match=message):
+        SASSHA(make_net().parameters(), **options)
+
+
+@pytest.mark.parametrize("number", [0.1, 1, True])
+def test_a_number_in_the_schedulers_place_is_refused(number):
+    with pytest.raises(TypeError, match=f"hessian_power_scheduler is {number}.*pass lr=.*by keyword"):
+        SASSHA(make_net().parameters(), number)
+
+
+def test_an_unknown_keyword_is_refused():
+    with pytest.raises(TypeError, match="momentum"):
+        SASSHA(make_net().parameters(), momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        (torch.ones(2, dtype=torch.complex64), "parameter 0 is torch.complex64"),
+        (torch.ones(2, dtype=torch.int64), "parameter 0 is torch.int64"),
+        (torch.eye(2).to_sparse(), "parameter 0 has layout torch.sparse_coo"),
+    ],
+)
+def test_parameters_that_are_sparse_or_not_real_are_refused(param, message):
+    with pytest.raises(ValueError, match=message):
+        SASSHA([param])
+
+
+def test_a_closure_is_refused_with_the_three_calls():
+    opt = SASSHA(make_net().parameters())
+    with pytest.raises(TypeError, match=r"a step is three calls: perturb_weights\(\)"):
+        opt.step(lambda: None)
+
+
+class Scene:
+    """A trained model whose weights and state must be the same after the error as before it."""
+
+    def __init__(self, backend="auto", steps=2, **options):
+        self.net = make_net()
+        self.opt = SASSHA(self.net.parameters(), lr=0.03, rho=0.05, lazy_hessian=2, backend=backend, **options)
+        self.loss = make_loss(self.net)
+        train(self.net, self.opt, steps)
+        self.weights, self.state = snapshot(self.net), state_of(self.opt)
+
+    def check(self):
+        assert_same_bits(snapshot(self.net), self.weights)
+        assert_same_state(state_of(self.opt), self.state)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("steps", [0, 2], ids=["first", "later"])
+def test_unperturb_without_a_graph_restores_and_then_raises(backend, steps):
+    scene = Scene(backend, steps)
+    scene.loss().backward()
+    scene.opt.perturb_weights()
+    scene.loss().backward()
+    with pytest.raises(RuntimeError, match=r"unperturb: .* loss.backward\(create_graph=opt.hessian_due\)"):
+        scene.opt.unperturb()
+    scene.check()
+    with pytest.raises(RuntimeError, match="this step refreshes the curvature"):
+        scene.opt.step()
+    scene.check()
+    scene.opt.zero_grad()
+    three_calls(scene.opt, scene.loss)
+
+
+def test_perturbing_twice_is_refused_and_the_way_back_stays():
+    scene = Scene()
+    scene.loss().backward()
+    scene.opt.perturb_weights()
+    scene.loss().backward()
+    with pytest.raises(RuntimeError, match="perturbed already; call unperturb"):
+        scene.opt.perturb_weights()
+    scene.opt.zero_grad()
+    scene.opt.unperturb()
+    scene.check()
+
+
+def test_perturbing_without_gradients_is_refused():
+    scene = Scene()
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        scene.opt.perturb_weights()
+    scene.check()
+
+
+def test_unperturb_without_perturb_is_refused():
+    scene = Scene()
+    with pytest.raises(RuntimeError, match="not perturbed; call perturb_weights"):
+        scene.opt.unperturb()
+    scene.check()
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda opt: opt.step(), "still perturbed"),
+        (lambda opt: opt.state_dict(), "a checkpoint of the model would not hold them"),
+        (lambda opt: opt.load_state_dict({}), "perturbed"),
+        (lambda opt: copy.deepcopy(opt), "can't copy or pickle while the weights are perturbed"),
+        (lambda opt: opt.add_param_group({"params": []}), "perturbed"),
+    ],
+    ids=["step", "state_dict", "load_state_dict", "deepcopy", "add_param_group"],
+)
+def test_while_perturbed(act, message):
+    scene = Scene()
+    scene.loss().backward()
+    scene.opt.perturb_weights()
+    with pytest.raises(RuntimeError, match=message):
+        act(scene.opt)
+    scene.opt.unperturb()
+    scene.check()
+
+
+def test_an_exception_between_the_calls_leaves_a_way_back():
+    scene = Scene()
+    scene.loss().backward()
+    scene.opt.perturb_weights()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        scene.opt.unperturb()
+    scene.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p.double(), "has dtype torch.float32, expected torch.float64"),
+        (lambda p: torch.cat([p, p]), r"has shape \(3,\), expected \(6,\)"),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_a_gradient_that_does_not_fit_its_parameter_is_named(backend, change, message):
+    """Only ``p.data = ...`` can bring this about: torch itself guards ``p.grad = ...``."""
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    opt = SASSHA([("spoon", p)], backend=backend)
+    p.data = change(p.data)
+    for call in (opt.perturb_weights, opt.step):
+        with pytest.raises(RuntimeError, match=f"gradient of 'spoon' {message}") as error:
+            call()
+        assert "backward() again" in str(error.value)
+    assert not opt.state
+
+
+def test_a_gradient_on_another_device_is_named():
+    with pytest.raises(RuntimeError, match="gradient of fork has device meta, expected cpu like the parameter"):
+        check_grads(["fork"], [torch.ones(3)], [torch.ones(3, device="meta")])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sparse_gradient_is_named(backend):
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    opt = SASSHA(embedding.parameters(), backend=backend)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 is sparse.*sparse=False"):
+        opt.perturb_weights()
+
+
+def test_a_backend_asked_for_by_name_that_cannot_run_says_why():
+    p = torch.nn.Parameter(torch.ones(3, device="meta"))
+    p.grad = torch.ones(3, device="meta")
+    with pytest.raises(RuntimeError, match="backend 'cpu' can't run parameters on meta: its kernels run on the CPU"):
+        SASSHA([p], backend="cpu").perturb_weights()
+
+
+def test_a_schedule_that_gives_a_bad_value_is_named():
+    net = make_net()
+    opt = SASSHA(net.parameters(), lambda t: -1.0, rho=0.1)
+    weights = snapshot(net)
+    with pytest.raises(ValueError, match=r"hessian_power is -1\.0"):
+        three_calls(opt, make_loss(net))
+    assert_same_bits(snapshot(net), weights)

@@ -1,0 +1,286 @@
+"""The update, ordinary and on a refresh."""
+
+from functools import cache
+
+import pytest
+import torch
+from cases import (
+    CASES,
+    DTYPES,
+    PAIRS,
+    PASSES,
+    REDUCED,
+    Case,
+    Spec,
+    assert_same_bits,
+    build,
+    indices_of,
+    members_of,
+    pair_id,
+    place,
+)
+from tolerances import power_bound, power_rtol, sum_bound
+
+from sassha_fast import reference
+from sassha_fast.passes import Product
+from sassha_fast.scalars import StepScalars, step_scalars
+
+pytestmark = pytest.mark.usefixtures("native_ops")
+OPS = torch.ops.sassha_fast
+RUNNERS = ("ops", "ops_in_place", *PASSES)
+MODES = ("ordinary", "unsigned", "signed")
+SEED, DRAW = 2**36 + 7, 31
+BY_NAME = {case.name: case for case in CASES}
+
+
+def takes(runner, case, mode):
+    # Operators want dense memory, and logical order where they draw the signs themselves.
+    return not runner.startswith("ops") or (case.dense and (case.row_major or mode != "unsigned"))
+
+
+RUNS = [(c, d, m, r) for c, d in PAIRS for m in MODES for r in RUNNERS if takes(r, c, m)]
+
+
+def cohorts_of(n):
+    return [i % 2 for i in range(n)]
+
+
+def scalars_for(power, mode):
+    """Two cohorts: one late and decayed, one at its first refresh that maximizes."""
+    late = {"lr": 0.13, "betas": (0.9, 0.99), "weight_decay": 0.02, "maximize": False, "eps": 1e-4}
+    first = {"lr": 0.4, "betas": (0.8, 0.95), "weight_decay": 0.0, "maximize": True, "eps": 1e-3}
+    refresh, samples = mode != "ordinary", 3 if mode == "signed" else 1
+    return [
+        step_scalars({**late, "hessian_power": power}, 21, 0.17, refresh=refresh, samples=samples),
+        step_scalars({**first, "hessian_power": power}, 1, 0.0 if refresh else 0.05, refresh=refresh, samples=samples),
+    ]
+
+
+def step_by(runner, lists, scalars, mode):
+    """Updates the lists in place; returns the tally of a refresh."""
+    n = len(lists.weights)
+    if runner.startswith("ops"):
+        backups = []
+        if runner == "ops":
+            backups = [w.clone() for w in lists.weights]
+            for weight in lists.weights:
+                weight.fill_(torch.nan)
+        table = torch.tensor(scalars, dtype=torch.float64)
+        common = (lists.weights, backups, lists.grads, lists.exp_avgs, lists.hessians)
+        if mode == "ordinary":
+            return OPS.step_(*common, table, cohorts_of(n))
+        signed = mode == "signed"
+        return OPS.refresh_step_(*common, lists.products, table, cohorts_of(n), indices_of(n), signed, SEED, DRAW)
+    passes = PASSES[runner](members_of(lists.weights))
+    passes.bind_state(lists.exp_avgs, lists.hessians)
+    passes.bind_grads(lists.grads)
+    products = None
+    if mode != "ordinary":
+        products = [_product(passes, lists, i, mode) for i in range(n)]
+    return passes.step(scalars, cohorts_of(n), products, SEED, DRAW)
+
+
+def _product(passes, lists, i, mode):
+    if mode == "signed":
+        return Product(lists.products[i], signed=True)
+    if passes.signs_in_registers(i):
+        return Product(lists.products[i], signed=False)
+    z = reference.rademacher(lists.weights[i], indices_of(i + 1)[i], SEED, DRAW)
+    return Product(lists.products[i] * z, signed=True)
+
+
+def expected_lists(lists, scalars, mode):
+    """Weights, m, D and tallies by the reference, and the sum of magnitudes in each trace."""
+    weights, exp_avgs, hessians, tallies, magnitudes = [], [], [], [], []
+    for i, (x, g, m, d, p) in enumerate(zip(*lists, strict=True)):
+        s, h = scalars[cohorts_of(i + 1)[i]], None
+        if mode != "ordinary":
+            h = p * reference.rademacher(x, indices_of(i + 1)[i], SEED, DRAW) if mode == "unsigned" else p
+            compute = reference.compute_dtype(x.dtype)
+            mean = h.to(compute) / torch.tensor(s.samples, dtype=compute)
+            seen = mean[mean.isfinite()].double()
+            tallies.append((float(seen.sum()), int((seen < 0).sum()), seen.numel()))
+            magnitudes.append(float(seen.abs().sum()))
+        for column, value in zip((weights, exp_avgs, hessians), reference.step(x, g, m, d, s, h), strict=True):
+            column.append(value)
+    return weights, exp_avgs, hessians, tallies, magnitudes
+
+
+@cache
+def expected_case(case, dtype, mode, power):
+    return expected_lists(build(case, dtype, nonfinite=True), scalars_for(power, mode), mode)
+
+
+def assert_tallies(found, lists, tallies, magnitudes):
+    if not tallies:
+        assert found is None
+        return
+    assert found.dtype == torch.float64
+    for row, (trace, negative, finite), weight, size in zip(
+        found.tolist(), tallies, lists.weights, magnitudes, strict=True
+    ):
+        assert row[1:] == [negative, finite]
+        assert abs(row[0] - trace) <= sum_bound(weight.numel(), size)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+@pytest.mark.parametrize(("case", "dtype", "mode", "runner"), RUNS, ids=pair_id)
+def test_step_equals_the_reference(case, dtype, mode, runner, power):
+    lists = build(case, dtype, nonfinite=True)
+    found = step_by(runner, lists, scalars_for(power, mode), mode)
+    weights, exp_avgs, hessians, tallies, magnitudes = expected_case(case, dtype, mode, power)
+    assert_same_bits(lists.weights, weights, "weights")
+    assert_same_bits(lists.exp_avgs, exp_avgs, "exp_avgs")
+    assert_same_bits(lists.hessians, hessians, "hessians")
+    assert_tallies(found, lists, tallies, magnitudes)
+
+
+@pytest.mark.parametrize("runner", [r for r in RUNNERS if r != "reference"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
+def test_general_power_stays_within_its_tolerance_and_state_is_bitwise(dtype, mode, runner):
+    case = BY_NAME["sizes"]
+    before, lists = (build(case, dtype, nonfinite=True) for _ in range(2))
+    scalars = scalars_for(0.7, mode)
+    step_by(runner, lists, scalars, mode)
+    weights, exp_avgs, hessians, _, _ = expected_case(case, dtype, mode, 0.7)
+    assert_same_bits(lists.exp_avgs, exp_avgs, "exp_avgs")
+    assert_same_bits(lists.hessians, hessians, "hessians")
+    for i, (found, wanted) in enumerate(zip(lists.weights, weights, strict=True)):
+        update = wanted.double() - before.weights[i].double() * scalars[i % 2].decay
+        bound = power_bound(wanted, update, reference.compute_dtype(dtype))
+        assert ((found.double() - wanted.double()).abs() <= bound).all(), f"weights[{i}]"
+
+
+@pytest.mark.parametrize("power", [0.1, 0.7, 1.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=pair_id)
+def test_general_power_denominator_over_fifty_decades(dtype, power):
+    d = (10 ** (torch.rand(100_000, dtype=torch.float64) * 50 - 25)).to(dtype)
+    x, g, m = torch.zeros_like(d), torch.zeros_like(d), torch.ones_like(d)
+    only_power = StepScalars(1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, power, 1.0)  # x = −1 / D^power
+    wanted, _, _ = reference.step(x, g, m, d, only_power)
+    OPS.step_([x], [], [g], [m], [d], torch.tensor([only_power], dtype=torch.float64), [0])
+    assert (((x - wanted) / wanted).abs() <= power_rtol(dtype)).all()
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 0.7])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
+def test_step_does_not_depend_on_thread_count(dtype, mode, power, restore_threads):
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        lists = build(BY_NAME["sizes"], dtype, nonfinite=True)
+        tally = step_by("ops", lists, scalars_for(power, mode), mode)
+        results.append([*lists.weights, *lists.exp_avgs, *lists.hessians, *([] if tally is None else [tally])])
+    assert_same_bits(results[1], results[0])
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("dtype", REDUCED, ids=pair_id)
+def test_refresh_reads_and_rounds_every_bit_pattern_like_torch(dtype, runner):
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
+    before, lists = (build(Case("patterns", (Spec((2**16,)),)), dtype) for _ in range(2))
+    for tensors in (before, lists):
+        for column, stride in ((tensors.weights, 1), (tensors.grads, 3), (tensors.products, 5)):
+            column[0].copy_(patterns[(torch.arange(2**16) * stride) % 2**16].view(dtype))
+    scalars = scalars_for(0.5, "unsigned")
+    found = step_by(runner, lists, scalars, "unsigned")
+    weights, exp_avgs, hessians, tallies, magnitudes = expected_lists(before, scalars, "unsigned")
+    assert_same_bits(lists.weights, weights, "weights")
+    assert_same_bits(lists.exp_avgs, exp_avgs, "exp_avgs")
+    assert_same_bits(lists.hessians, hessians, "hessians")
+    assert_tallies(found, lists, tallies, magnitudes)
+
+
+# ---- curvature that isn't there -----------------------------------------------------------------------------------
+
+
+def one_cohort(runner, x, d, product, mode):
+    lists = build(Case("one", (Spec((len(x),)),)), x.dtype)
+    for tensors, value in ((lists.weights, x), (lists.hessians, d), (lists.products, product)):
+        tensors[0].copy_(value)
+    tally = step_by(runner, lists, scalars_for(0.5, mode), mode)
+    return lists, tally
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
+def test_weights_without_curvature_do_not_move_and_gather_momentum(dtype, runner):
+    x = torch.randn(300).to(dtype)
+    d = torch.full((300,), -0.0)
+    lists, _ = one_cohort(runner, x, d, x, "ordinary")
+    assert_same_bits(lists.weights[0], x)
+    assert_same_bits(lists.hessians[0], d.to(lists.hessians[0].dtype))
+    assert (lists.exp_avgs[0] != build(Case("one", (Spec((300,)),)), dtype).exp_avgs[0]).all()
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("mode", ["unsigned", "signed"])
+def test_a_product_of_zero_makes_curvature_known_and_the_weight_move(mode, zero, runner):
+    x = torch.randn(300)
+    lists, tally = one_cohort(runner, x, torch.full((300,), -0.0), torch.full((300,), zero), mode)
+    assert_same_bits(lists.hessians[0], torch.zeros(300))
+    assert (lists.weights[0] != x).all()
+    assert tally.tolist() == [[0.0, 0.0, 300.0]]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_nonfinite_products_keep_curvature_and_are_not_counted(value, runner):
+    x, d, product = torch.randn(300), torch.rand(300) + 0.5, torch.ones(300)
+    product[::3], d[3] = value, -0.0
+    lists, tally = one_cohort(runner, x, d, product, "signed")
+    assert_same_bits(lists.hessians[0][::3], d[::3])
+    assert (lists.hessians[0][1::3] != d[1::3]).all()
+    assert_same_bits(lists.weights[0][3], x[3])
+    assert torch.isfinite(lists.weights[0]).all()
+    assert tally[0, 1:].tolist() == [0.0, 200.0]
+
+
+# ---- beyond the cache ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["ordinary", "unsigned"])
+def test_step_past_the_cache_equals_the_reference(mode):
+    specs = (Spec(((1 << 22) + 8,)), Spec((16_387,), "misaligned"), Spec((9_001,), dtype=torch.float64))
+    case = Case("large", (*specs, Spec((5_003,), dtype=torch.bfloat16)))
+    before, lists = build(case, torch.float32), build(case, torch.float32)
+    scalars = scalars_for(0.5, mode)
+    found = step_by("ops", lists, scalars, mode)
+    weights, exp_avgs, hessians, tallies, magnitudes = expected_lists(before, scalars, mode)
+    assert_same_bits(lists.weights, weights, "weights")
+    assert_same_bits(lists.exp_avgs, exp_avgs, "exp_avgs")
+    assert_same_bits(lists.hessians, hessians, "hessians")
+    assert_tallies(found, lists, tallies, magnitudes)
+
+
+@pytest.mark.parametrize("runner", PASSES)
+def test_gradients_and_products_in_another_layout_meet_their_own_weights(runner):
+    case = BY_NAME["transposed"]
+    before, lists = build(case, torch.float32), build(case, torch.float32)
+    for column in (lists.grads, lists.products):
+        column[:] = [place(t, "contiguous") for t in column]
+    step_by(runner, lists, scalars_for(0.5, "signed"), "signed")
+    weights, exp_avgs, hessians, _, _ = expected_lists(before, scalars_for(0.5, "signed"), "signed")
+    assert_same_bits(lists.weights, weights, "weights")
+    assert_same_bits(lists.exp_avgs, exp_avgs, "exp_avgs")
+    assert_same_bits(lists.hessians, hessians, "hessians")
+
+
+@pytest.mark.parametrize("runner", PASSES)
+def test_members_without_a_product_keep_curvature_on_a_refresh(runner):
+    case = BY_NAME["sizes"]
+    before, lists = build(case, torch.float32), build(case, torch.float32)
+    passes = PASSES[runner](members_of(lists.weights))
+    passes.bind_state(lists.exp_avgs, lists.hessians)
+    passes.bind_grads(lists.grads)
+    scalars = scalars_for(0.5, "signed")
+    n = len(lists.weights)
+    products = [Product(p, signed=True) if i % 3 == 0 else None for i, p in enumerate(lists.products)]
+    found = passes.step(scalars, cohorts_of(n), products, SEED, DRAW)
+    for i, (x, g, m, d, p) in enumerate(zip(*before, strict=True)):
+        expected = reference.step(x, g, m, d, scalars[i % 2], p if i % 3 == 0 else None)
+        assert_same_bits([lists.weights[i], lists.exp_avgs[i], lists.hessians[i]], expected, f"member {i}")
+        assert found[i, 2] == (x.numel() if i % 3 == 0 else 0)

@@ -1,0 +1,56 @@
+"""Every tolerance of the tests, beside its reason. What is not listed here is compared bit for bit."""
+
+import math
+
+import torch
+
+# ---- sums in double -----------------------------------------------------------------------------------------------
+
+DOUBLE_ROUNDING = 2.0**-53
+
+
+def sum_bound(n: int, magnitude: float) -> float:
+    """How far two sums of the same n doubles may lie apart; ``magnitude`` is the sum of their absolute values.
+
+    Each order of summation errs by at most n roundings of a partial sum that never exceeds ``magnitude``. Backends
+    differ in nothing but this order.
+    """
+    return 2 * n * DOUBLE_ROUNDING * magnitude
+
+
+# ---- a general Hessian power --------------------------------------------------------------------------------------
+
+# powf/pow of the C library in kernels, Sleef in torch: each within 1 ulp of the truth, so the denominators within 2.
+# Seen: 1/denominator 1.41 eps apart in float32 and float64, over 50 decades and powers from 0.1 to 1.3.
+POWER_ULPS = 2
+# The division by the denominator and the product with the step size round once each, in both of the two results.
+UPDATE_ULPS = POWER_ULPS + 2
+
+
+def power_rtol(dtype: torch.dtype) -> float:
+    """Relative distance of two reciprocals of D̄^power computed in ``dtype``."""
+    return POWER_ULPS * torch.finfo(dtype).eps
+
+
+def power_bound(next_x: torch.Tensor, update: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+    """Distance of two parameters after an update of size ``update`` in ``compute``, rounded to the parameter's dtype."""
+    info = torch.finfo(next_x.dtype)
+    last_rounding = info.eps * next_x.double().abs() + info.tiny * info.eps
+    return UPDATE_ULPS * torch.finfo(compute).eps * update.double().abs() + last_rounding
+
+
+# ---- scalars ------------------------------------------------------------------------------------------------------
+
+# Repeated squaring doubles the relative error and adds a rounding each time: about n * 2^-53 for the n-th power.
+INTEGER_POWER_RTOL = 1e-12  # n up to 5000
+
+# ---- statistics ---------------------------------------------------------------------------------------------------
+
+# Seeds are fixed, so a check passes always or never. A sound generator exceeds 5 sigma in one of 1.7 million checks;
+# there are a few hundred.
+SIGMAS = 5
+
+
+def mean_bound(n: int, deviation: float = 1.0) -> float:
+    """How far the mean of n independent values of this standard deviation may lie from its expectation."""
+    return SIGMAS * deviation / math.sqrt(n)
