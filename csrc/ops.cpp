@@ -24,8 +24,6 @@ STABLE_TORCH_LIBRARY(sassha_fast, m) {
   m.def("table_square_sums(Tensor table, int n_groups, bool adaptive) -> Tensor");
   m.def("table_perturb(Tensor table, Tensor scales, bool adaptive, int seed, int draw) -> ()");
   m.def("table_restore(Tensor table) -> ()");
-  m.def("table_rademacher(Tensor table, int seed, int draw) -> ()");
-  m.def("table_probe(Tensor table, float h, int seed, int draw) -> ()");
   m.def("table_step(Tensor table, Tensor scalars, bool refresh, int seed, int draw) -> Tensor");
 
   m.def("cpu_isa() -> str");

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -98,8 +99,17 @@ CASES = (
         "mixed_dtypes", tuple(Spec((n,), dtype=DTYPES[i % 4]) for i, n in enumerate((3, 129, 500, 64, 0, 17000, 9, 1)))
     ),
 )
-# The dtype under test means nothing to the mixed list.
-PAIRS = [(case, dtype) for case in CASES for dtype in (DTYPES if case.name != "mixed_dtypes" else (torch.float32,))]
+# What these check is the walk over the list, which knows two ways: types computed in place, and converted ones.
+_WALKS = ("scalars", "empty_first", "empty_middle", "empty_last", "all_empty", "many", "only_gaps")
+
+
+def _dtypes(case: Case) -> tuple[torch.dtype, ...]:
+    if case.name == "mixed_dtypes":  # names its own
+        return (torch.float32,)
+    return (torch.float32, torch.bfloat16) if case.name in _WALKS else DTYPES
+
+
+PAIRS = [(case, dtype) for case in CASES for dtype in _dtypes(case)]
 
 
 def pair_id(value: object) -> str | None:
@@ -145,8 +155,18 @@ def build(
         nonfinite: Puts inf, −inf and NaN into the products.
         device: Where to put them.
     """
-    generator = torch.Generator().manual_seed(seed)
     lists = Lists([], [], [], [], [])
+    for spec, values in zip(case.specs, _values(case, dtype, seed, nonfinite), strict=True):
+        for column, (tensors, value) in enumerate(zip(lists, values, strict=True)):
+            layout = "contiguous" if spec.layout == "gaps" and column > 0 else spec.layout
+            tensors.append(place(value.clone().to(device), layout))
+    return lists
+
+
+@cache
+def _values(case: Case, dtype: torch.dtype, seed: int, nonfinite: bool) -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    out = []
     for position, spec in enumerate(case.specs):
         kind = spec.dtype or dtype
         state = compute_dtype(kind)
@@ -163,11 +183,8 @@ def build(
         if nonfinite:
             for remainder, value in ((3, torch.inf), (5, torch.nan), (8, -torch.inf)):
                 product[number % 11 == remainder] = value
-        values = (normal(1.0, kind), normal(0.1, kind), normal(0.1, state), hessian, product)
-        for column, (tensors, value) in enumerate(zip(lists, values, strict=True)):
-            layout = "contiguous" if spec.layout == "gaps" and column > 0 else spec.layout
-            tensors.append(place(value.to(device), layout))
-    return lists
+        out.append((normal(1.0, kind), normal(0.1, kind), normal(0.1, state), hessian, product))
+    return out
 
 
 def groups_of(n: int) -> list[int]:

@@ -98,10 +98,10 @@ def test_channels_last_parameters_equal_contiguous_ones_bit_for_bit():
         assert_same_bits(trained(torch.channels_last, backend), expected)
 
 
-def test_thread_count_does_not_change_a_bit(set_threads):
+def test_thread_count_does_not_change_a_bit(restore_threads):
     results = []
     for threads in (1, 2):
-        set_threads(threads)
+        torch.set_num_threads(threads)
         torch.manual_seed(0)
         p = torch.nn.Parameter(torch.randn(100_003))
         opt = SASSHA([p], lr=0.1, rho=0.1, backend="cpu")

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,6 +86,13 @@ def test_maximize_flips_the_gradient_and_nothing_else():
 def test_without_bias_correction_both_corrections_are_one():
     s = step_scalars(GROUP, 5, 0.25, refresh=True, bias_correction=False)
     assert (s.bias2, s.step_size) == (1.0, 0.1)
+
+
+def test_scalar_tensors_are_rounded_once_to_the_compute_dtype():
+    s = step_scalars(GROUP, 3, 0.25, refresh=True)
+    for dtype in (torch.float32, torch.float64):
+        tensors = reference.scalar_tensors(s, dtype, torch.device("cpu"))
+        assert_same_bits(list(tensors), [torch.tensor(value, dtype=torch.float64).to(dtype) for value in s])
 
 
 # ---- ascent -------------------------------------------------------------------------------------------------------
@@ -171,10 +179,10 @@ def test_philox_rademacher_and_noise_read_the_same_words():
 def test_step_follows_algorithm_one_on_numbers_worked_by_hand():
     x, g, m, d = (torch.tensor([v], dtype=torch.float64) for v in (2.0, 4.0, 1.0, 8.0))
     s = StepScalars(0.5, 0.5, 0.5, 0.25, 0.75, 0.5, 0.125, 1.0, 2.0, 0.5, 4.0)
-    # m = 0.5*1 + 0.5*4; D = 0.25*8 + 0.75*|-32/4|; denominator = sqrt(8/0.5) + 1 before a refresh, sqrt(8/0.5) + 1 after
+    # m = 0.5*1 + 0.5*4; D = 0.25*8 + 0.75*|-24/4| on a refresh; denominator = sqrt(D/0.5) + 1, or sqrt(D/0.125) + 1
     assert_same_bits(reference.step(x, g, m, d, s), tuple(_doubles(1.0 - 2.0 * (2.5 / 5.0), 2.5, 8.0)))
-    refreshed = reference.step(x, g, m, d, s, torch.tensor([-32.0], dtype=torch.float64))
-    assert_same_bits(refreshed, tuple(_doubles(1.0 - 2.0 * (2.5 / 5.0), 2.5, 8.0)))
+    refreshed = reference.step(x, g, m, d, s, torch.tensor([-24.0], dtype=torch.float64))
+    assert_same_bits(refreshed, tuple(_doubles(1.0 - 2.0 * (2.5 / (math.sqrt(13.0) + 1.0)), 2.5, 6.5)))
     kept = reference.step(x, g, m, d, s, torch.tensor([torch.inf], dtype=torch.float64))
     assert_same_bits(kept, tuple(_doubles(1.0 - 2.0 * (2.5 / 9.0), 2.5, 8.0)))
     linear = reference.step(x, g, m, d, s._replace(power=1.0))
@@ -186,5 +194,5 @@ def _doubles(*values):
 
 
 def test_every_public_function_is_there_to_be_tested():
-    source = open(__file__, encoding="utf-8").read()
+    source = Path(__file__).read_text(encoding="utf-8")
     assert [name for name in reference.__all__ if f"reference.{name}(" not in source] == []

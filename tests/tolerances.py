@@ -33,7 +33,7 @@ def power_rtol(dtype: torch.dtype) -> float:
 
 
 def power_bound(next_x: torch.Tensor, update: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """Distance of two parameters after an update of size ``update`` in ``compute``, rounded to the parameter's dtype."""
+    """Distance of two parameters after an update computed in ``compute`` and rounded to the parameters' dtype."""
     info = torch.finfo(next_x.dtype)
     last_rounding = info.eps * next_x.double().abs() + info.tiny * info.eps
     return UPDATE_ULPS * torch.finfo(compute).eps * update.double().abs() + last_rounding

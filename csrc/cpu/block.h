@@ -188,20 +188,27 @@ SASSHA_HD void apply_signs(const C* v, C* out, N n, const Bits128& bits) {
   }
 }
 
-typedef double Double4 __attribute__((vector_size(32)));
-
-// A sum in double over 32 fixed lanes: element i goes to lane i % 32 on every instruction set, so the result is the
-// same on all of them.
-class LaneSum {
+// A sum of squares in double over 32 fixed lanes: element i goes to lane i % 32 on every instruction set, so the
+// result is the same on all of them.
+class SquareSum {
  public:
   template <typename C>
   SASSHA_MEMBER void add(const C* v, int64_t n) {
-    add_terms<false>(v, n);
-  }
-
-  template <typename C>
-  SASSHA_MEMBER void add_squares(const C* v, int64_t n) {
-    add_terms<true>(v, n);
+    const int64_t tail = n % (4 * kGroups);
+    Double4 sums[kGroups];  // a local copy stays in registers
+    for (int64_t group = 0; group < kGroups; ++group) sums[group] = lanes_[group];
+    for (int64_t i = 0; i < n - tail; i += 4 * kGroups) {
+#pragma GCC unroll 8
+      for (int64_t group = 0; group < kGroups; ++group) {
+        const Double4 x = four(v + i + 4 * group);
+        sums[group] += x * x;
+      }
+    }
+    for (int64_t group = 0; group < kGroups; ++group) lanes_[group] = sums[group];
+    for (int64_t lane = 0; lane < tail; ++lane) {
+      const double x = v[n - tail + lane];
+      lanes_[lane / 4][lane % 4] += x * x;
+    }
   }
 
   SASSHA_MEMBER double total() const {
@@ -213,32 +220,45 @@ class LaneSum {
   }
 
  private:
+  typedef double Double4 __attribute__((vector_size(32)));
   static constexpr int64_t kGroups = 8;
 
-  template <bool kSquare, typename C>
-  SASSHA_MEMBER void add_terms(const C* v, int64_t n) {
-    typedef C Four __attribute__((vector_size(4 * sizeof(C))));
-    const int64_t tail = n % (4 * kGroups);
-    Double4 sums[kGroups];  // a local copy stays in registers
-    for (int64_t group = 0; group < kGroups; ++group) sums[group] = lanes_[group];
-    for (int64_t i = 0; i < n - tail; i += 4 * kGroups) {
-#pragma GCC unroll 8
-      for (int64_t group = 0; group < kGroups; ++group) {
-        Four values;
-        memcpy(&values, v + i + 4 * group, sizeof(Four));
-        const Double4 x = __builtin_convertvector(values, Double4);
-        sums[group] += kSquare ? x * x : x;
-      }
-    }
-    for (int64_t group = 0; group < kGroups; ++group) lanes_[group] = sums[group];
-    for (int64_t lane = 0; lane < tail; ++lane) {
-      const double x = v[n - tail + lane];
-      lanes_[lane / 4][lane % 4] += kSquare ? x * x : x;
-    }
+  static SASSHA_MEMBER Double4 four(const double* v) {
+    Double4 out;
+    memcpy(&out, v, sizeof(out));
+    return out;
+  }
+  static SASSHA_MEMBER Double4 four(const float* v) {
+#if defined(__AVX__)  // GCC 12 makes five instructions of __builtin_convertvector
+    return _mm256_cvtps_pd(_mm_loadu_ps(v));
+#else
+    return Double4{v[0], v[1], v[2], v[3]};
+#endif
   }
 
   Double4 lanes_[kGroups] = {};
 };
+
+// The sum of a block in the compute type, over 64 bytes of fixed lanes.
+template <typename C, typename N>
+SASSHA_HD C block_sum(const C* v, N n) {
+  typedef C Lanes __attribute__((vector_size(32)));
+  constexpr int64_t kLanes = 32 / sizeof(C);
+  Lanes a = {}, b = {};
+  const int64_t tail = n % (2 * kLanes);
+  for (int64_t i = 0; i < n - tail; i += 2 * kLanes) {
+    Lanes x, y;
+    memcpy(&x, v + i, sizeof(Lanes));
+    memcpy(&y, v + i + kLanes, sizeof(Lanes));
+    a += x;
+    b += y;
+  }
+  a += b;
+  C sum = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) sum += a[lane];
+  for (int64_t i = n - tail; i < n; ++i) sum += v[i];
+  return sum;
+}
 
 }  // namespace
 }  // namespace sassha

@@ -13,8 +13,9 @@ namespace {
   Kernels { #ISA, ISA::square_sum, ISA::perturb, ISA::restore, ISA::rademacher, ISA::probe, ISA::step }
 
 Kernels choose() {
-  const char* wanted = std::getenv("SASSHA_CPU_ISA");
-  const auto allowed = [wanted](const char* isa) { return wanted == nullptr || std::strcmp(wanted, isa) == 0; };
+  const char* set = std::getenv("SASSHA_CPU_ISA");
+  const char* wanted = set == nullptr ? "" : set;
+  const auto allowed = [wanted](const char* isa) { return *wanted == 0 || std::strcmp(wanted, isa) == 0; };
 #if defined(__x86_64__)
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

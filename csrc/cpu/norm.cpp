@@ -8,9 +8,9 @@ namespace {
 template <typename T, bool kAdaptive>
 double square_sum_of(const T* grad, const T* param, int64_t size) {
   using C = Compute<T>;
-  LaneSum sum;
+  SquareSum sum;
   if constexpr (std::is_same_v<T, C> && !kAdaptive) {
-    sum.add_squares(grad, size);
+    sum.add(grad, size);
     return sum.total();
   }
   for_each_block(size, [&](int64_t offset, auto n) {
@@ -21,7 +21,7 @@ double square_sum_of(const T* grad, const T* param, int64_t size) {
       for (int64_t i = 0; i < n; ++i) scaled[i] = absolute(x[i]) * g[i];
       g = scaled;
     }
-    sum.add_squares(g, n);
+    sum.add(g, n);
   });
   return sum.total();
 }

@@ -154,9 +154,7 @@ Tensor op_square_sums(Tensors grads, Tensors params, Ints groups, int64_t n_grou
     STD_TORCH_CHECK(row.group >= 0 && row.group < n_groups, op, ": group ", row.group,
                     " is not below n_groups=", n_groups);
   }
-  Tensor sums =
-      grads.empty() ? torch::stable::empty({n_groups}, ScalarType::Double) : new_doubles(grads[0], {n_groups});
-  if (grads.empty()) torch::stable::zero_(sums);
+  Tensor sums = new_doubles(grads[0], {n_groups});  // the dispatcher refuses empty lists
   square_sums(view(rows), adaptive, static_cast<double*>(sums.data_ptr()));
   return sums;
 }
@@ -229,9 +227,12 @@ Tensor op_refresh_step(Tensors params, Tensors backups, Tensors grads, Tensors e
   for (size_t i = 0; i < params.size(); ++i) {
     if (is_signed) {
       rows[i].flags = kSignedProduct;
-    } else {
-      check_row_major(op, "params", i, params[i]);
+      continue;
     }
+    check_row_major(op, "params", i, params[i]);
+    const double samples = static_cast<const StepScalars<double>*>(scalars.data_ptr())[rows[i].cohort].samples;
+    STD_TORCH_CHECK(samples == 1, op, ": products[", i, "] is one unsigned product, but its scalars count ", samples,
+                    " samples; sum z * Hz over the probes and pass signed=True");
   }
   Tensor tallies = new_doubles(scalars, {static_cast<int64_t>(rows.size()), kTallyWords});
   step(view(rows), scalars, seed, draw, static_cast<Tally*>(tallies.data_ptr()));
@@ -322,10 +323,6 @@ void op_table_perturb(Tensor table, Tensor scales, bool adaptive, int64_t seed, 
 
 void op_table_restore(Tensor table) { restore(view(table)); }
 
-void op_table_rademacher(Tensor table, int64_t seed, int64_t draw) { rademacher(view(table), seed, draw); }
-
-void op_table_probe(Tensor table, double h, int64_t seed, int64_t draw) { probe(view(table), h, seed, draw); }
-
 Tensor op_table_step(Tensor table, Tensor scalars, bool refresh, int64_t seed, int64_t draw) {
   Tensor tallies = new_doubles(table, {refresh ? table.size(0) : 0, kTallyWords});
   step(view(table), scalars, seed, draw, refresh ? static_cast<Tally*>(tallies.data_ptr()) : nullptr);
@@ -349,8 +346,6 @@ STABLE_TORCH_LIBRARY_IMPL(sassha_fast, CPU, m) {
   m.impl("table_square_sums", TORCH_BOX(&sassha::op_table_square_sums));
   m.impl("table_perturb", TORCH_BOX(&sassha::op_table_perturb));
   m.impl("table_restore", TORCH_BOX(&sassha::op_table_restore));
-  m.impl("table_rademacher", TORCH_BOX(&sassha::op_table_rademacher));
-  m.impl("table_probe", TORCH_BOX(&sassha::op_table_probe));
   m.impl("table_step", TORCH_BOX(&sassha::op_table_step));
 }
 

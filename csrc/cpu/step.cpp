@@ -17,32 +17,33 @@ StepScalars<C> rounded(const StepScalars<double>& s) {
           C(s.bias2_kept), C(s.eps),   C(s.step_size),       C(s.power), C(s.samples)};
 }
 
-// What a piece's tally is added up from.
-struct Counts {
-  LaneSum trace;
-  int64_t negative = 0;
-  int64_t finite = 0;
-};
-
-// One block of z * Hz, averaged over probes, and what it adds to the counts.
+// One block of z * Hz, averaged over probes, and what it adds to the tally. Returns whether all of it is finite.
 template <Product kProduct, typename C, typename N>
-SASSHA_HD void curvature_sample(const C* product, C* h, N n, const Stream& stream, int64_t element,
-                                const StepScalars<C>& s, Counts& counts) {
+SASSHA_HD bool curvature_sample(const C* product, C* h, N n, const Stream& stream, int64_t element,
+                                const StepScalars<C>& s, Tally& tally) {
   if constexpr (kProduct == Product::kUnsigned) {
     apply_signs(product, h, n, sign_bits(stream, element / kBlock));
   } else {
     for (int64_t i = 0; i < n; ++i) h[i] = product[i] / s.samples;
   }
-  C counted[kBlock];
   int32_t finite = 0, negative = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    counted[i] = is_finite(h[i]) ? h[i] : C(0);
-    finite += is_finite(h[i]) ? 1 : 0;
-    negative += counted[i] < 0 ? 1 : 0;
+  C sum = block_sum(h, n);
+  if (is_finite(sum)) {  // then every term is
+    for (int64_t i = 0; i < n; ++i) negative += h[i] < 0 ? 1 : 0;
+    finite = static_cast<int32_t>(n);
+  } else {
+    sum = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const C counted = is_finite(h[i]) ? h[i] : C(0);
+      sum += counted;
+      finite += is_finite(h[i]) ? 1 : 0;
+      negative += counted < 0 ? 1 : 0;
+    }
   }
-  counts.trace.add(counted, n);
-  counts.negative += negative;
-  counts.finite += finite;
+  tally.trace += sum;
+  tally.negative += negative;
+  tally.finite += finite;
+  return finite == n;
 }
 
 template <typename T, Power kPower, Product kProduct>
@@ -56,7 +57,7 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
   C* exp_avg = at<C>(row.exp_avg, begin);
   C* hessian = at<C>(row.hessian, begin);
   const Stream stream{options.seed, static_cast<uint32_t>(row.index), options.draw};
-  Counts counts;
+  Tally tally = {};
   for_each_block(size, [&](int64_t offset, auto n) {
     C x_room[kBlock], g_room[kBlock], p_room[kBlock], denom[kBlock], next[kBlock];
     const C* x = load(backup + offset, x_room, n);
@@ -67,12 +68,18 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
       for (int64_t i = 0; i < n; ++i) denom[i] = denominator<kPower>(d[i], s.bias2, s);
     } else {
       C h[kBlock];
-      curvature_sample<kProduct>(load(product + offset, p_room, n), h, n, stream, begin + offset, s, counts);
-      for (int64_t i = 0; i < n; ++i) {  // a product that is not finite leaves D and its correction as they were
-        const C refreshed = curvature(d[i], h[i], s);
-        d[i] = is_finite(h[i]) ? refreshed : d[i];
-        const C bias2 = is_finite(h[i]) ? s.bias2 : s.bias2_kept;
-        denom[i] = denominator<kPower>(d[i], bias2, s);
+      const C* raw = load(product + offset, p_room, n);
+      if (curvature_sample<kProduct>(raw, h, n, stream, begin + offset, s, tally)) {
+        for (int64_t i = 0; i < n; ++i) {
+          d[i] = curvature(d[i], h[i], s);
+          denom[i] = denominator<kPower>(d[i], s.bias2, s);
+        }
+      } else {
+        for (int64_t i = 0; i < n; ++i) {  // a product that is not finite leaves D and its correction as they were
+          const C refreshed = curvature(d[i], h[i], s);
+          d[i] = is_finite(h[i]) ? refreshed : d[i];
+          denom[i] = denominator<kPower>(d[i], is_finite(h[i]) ? s.bias2 : s.bias2_kept, s);
+        }
       }
     }
     for (int64_t i = 0; i < n; ++i) {
@@ -88,7 +95,7 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
     store(param + offset, next, n);
   });
   if (options.stream) stream_fence();
-  return {counts.trace.total(), static_cast<double>(counts.negative), static_cast<double>(counts.finite)};
+  return tally;
 }
 
 template <typename T, Power kPower>

@@ -1,0 +1,159 @@
+"""One set-up for all contenders: the same shapes, weights and gradients, and what counts as their work."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+from eager import EagerSASSHA
+from measure import Timed, stopwatch
+from shapes import Shapes
+from torch import Tensor
+
+from sassha_fast import SASSHA, ops
+from sassha_fast.native import BACKUP, EXP_AVG, FLAGS, GRAD, HESSIAN, PARAM, PRODUCT, ROW_WORDS
+from sassha_fast.scalars import step_scalars
+
+NEVER = 10**9  # a refresh interval that leaves ordinary steps only, after the first
+
+
+def tensors(shapes: Shapes, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def parameters(shapes: Shapes) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(t) for t in tensors(shapes, 0)]
+
+
+def adamw(shapes: Shapes, **options: bool) -> Timed:
+    """``torch.optim.AdamW.step`` with gradients in place."""
+    params = parameters(shapes)
+    for p, g in zip(params, tensors(shapes, 1), strict=True):
+        p.grad = g
+    return stopwatch(torch.optim.AdamW(params, lr=1e-3, **options).step)
+
+
+def three_calls(opt: SASSHA | EagerSASSHA, params: list[torch.nn.Parameter], shapes: Shapes) -> Timed:
+    """The work of perturb_weights, unperturb and step. Setting gradients is the backward passes' work, untimed."""
+    first, second = tensors(shapes, 1), tensors(shapes, 2)
+
+    def set_grads(grads: list[Tensor]) -> None:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+
+    loss = sum((p * p).sum() for p in params)
+    loss.backward(create_graph=True)  # the first step refreshes, so that there is a curvature
+    opt.step()
+    opt.zero_grad()
+    del loss
+
+    def timed() -> float:
+        set_grads(first)
+        begin = time.perf_counter()
+        opt.perturb_weights(zero_grad=True)
+        taken = time.perf_counter() - begin
+        set_grads(second)
+        begin = time.perf_counter()
+        opt.unperturb()
+        opt.step()
+        opt.zero_grad()
+        return taken + time.perf_counter() - begin
+
+    return timed
+
+
+def sassha(shapes: Shapes, backend: str) -> Timed:
+    params = parameters(shapes)
+    return three_calls(SASSHA(params, lr=1e-3, rho=0.05, lazy_hessian=NEVER, backend=backend), params, shapes)
+
+
+def eager(shapes: Shapes) -> Timed:
+    params = parameters(shapes)
+    return three_calls(EagerSASSHA(params, lr=1e-3, rho=0.05, lazy_hessian=NEVER), params, shapes)
+
+
+class Kernels:
+    """The passes as kernels alone, over a table of addresses, as the optimizer calls them."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        ops.load()
+        self.ops = torch.ops.sassha_fast
+        names = ("param", "grad", "backup", "exp_avg", "hessian", "product")
+        self.tensors = {name: tensors(shapes, i) for i, name in enumerate(names)}
+        for d in self.tensors["hessian"]:
+            d.abs_()
+        self.table = torch.zeros(len(shapes), ROW_WORDS, dtype=torch.int64)
+        for column, name in ((PARAM, "param"), (GRAD, "grad"), (BACKUP, "backup"), (EXP_AVG, "exp_avg"), (HESSIAN, "hessian")):
+            self.ops.table_bind(self.table, column, self.tensors[name])
+        self.in_grads = self.table.clone()  # perturb writes its backup into the gradient
+        self.in_grads[:, BACKUP] = self.table[:, GRAD]
+        self.refresh = self.table.clone()
+        self.refresh[:, PRODUCT] = torch.tensor([h.data_ptr() for h in self.tensors["product"]])
+        self.refresh[:, FLAGS] = 0
+        group = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01, "eps": 1e-4, "hessian_power": 0.5, "maximize": False}
+        self.scalars = torch.tensor([step_scalars(group, 5, 0.5, refresh=False)], dtype=torch.float64)
+        self.scales = torch.full((1,), 1e-6)
+
+    def norm(self) -> None:
+        self.ops.table_square_sums(self.table, 1, False)
+
+    def perturb(self) -> None:
+        self.ops.table_perturb(self.in_grads, self.scales, False, 0, 0)
+
+    def restore(self) -> None:
+        self.ops.table_restore(self.table)
+
+    def step(self) -> None:
+        self.ops.table_step(self.table, self.scalars, False, 0, 0)
+
+    def refresh_step(self) -> None:
+        self.ops.table_step(self.refresh, self.scalars, True, 0, 0)
+
+    def ordinary(self) -> None:
+        """What one ordinary step of a closure costs: norm, perturb, step with restore fused in."""
+        self.norm()
+        self.perturb()
+        self.step()
+
+
+@cache
+def _floor_library() -> ctypes.CDLL:
+    source = Path(__file__).with_name("roofline.cpp")
+    target = Path(tempfile.mkdtemp()) / "roofline.so"
+    command = ["g++", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(target)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(target))
+
+
+class Floors:
+    """Loops without arithmetic over one flat tensor, with the reads and writes of each pass."""
+
+    def __init__(self, n: int) -> None:
+        self.lib = _floor_library()
+        self.n, self.threads = ctypes.c_int64(n), ctypes.c_int(torch.get_num_threads())
+        self.data = [torch.randn(n) for _ in range(6)]
+        self.p, self.b, self.g, self.m, self.d, self.h = (ctypes.c_void_p(t.data_ptr()) for t in self.data)
+
+    def norm(self) -> None:
+        self.lib.floor_norm(self.g, self.n, self.threads)
+
+    def perturb(self) -> None:
+        self.lib.floor_perturb(self.p, self.g, self.n, self.threads)
+
+    def restore(self) -> None:
+        self.lib.floor_restore(self.p, self.b, self.n, self.threads)
+
+    def step(self) -> None:
+        self.lib.floor_step(self.p, self.b, self.g, self.m, self.d, None, self.n, self.threads)
+
+    def refresh_step(self) -> None:
+        self.lib.floor_step(self.p, self.b, self.g, self.m, self.d, self.h, self.n, self.threads)
+
+    def copy(self) -> None:
+        self.data[0].copy_(self.data[1])
