@@ -23,8 +23,9 @@ TORCH_FLOOR = "0x020a000000000000"  # 2.10, the first release with every functio
 
 # Flags that no kernel may lose: contraction off is what makes all backends equal bit for bit. The two others change
 # no value; they tell the compiler that nobody reads errno or the exception flags, without which nothing vectorises.
-# GCC mistakes the tail of a block, whose length it can't bound, for an endless loop.
-QUIET = ["-Wno-unknown-pragmas", "-Wno-aggressive-loop-optimizations"]
+# GCC mistakes the tail of a block, whose length it can't bound, for an endless loop, and minds the calling convention
+# of functions that are always inlined.
+QUIET = ["-Wno-unknown-pragmas", "-Wno-aggressive-loop-optimizations", "-Wno-psabi"]
 NUMERICS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 COMMON = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *QUIET,

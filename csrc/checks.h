@@ -112,18 +112,61 @@ inline void check_like(const char* op, const char* list, size_t i, const Tensor&
                   "]; copy it into a tensor made by torch.empty_like(param)");
 }
 
-// A number that two tensors share if and only if they have the same shape and order of elements, but for collisions.
-inline int64_t layout_hash(const Tensor& t) {
-  const auto sizes = t.sizes();
-  const auto strides = t.strides();
-  uint64_t hash = 0x9E3779B97F4A7C15u;
-  const auto mix = [&hash](int64_t v) { hash = (hash ^ static_cast<uint64_t>(v)) * 0x100000001B3u + (hash >> 29); };
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    mix(sizes[d]);
-    mix(sizes[d] == 1 ? 0 : strides[d]);
+// One entry of a list that came in over the boundary, with no more than a table row needs of it.
+class TensorView {
+ public:
+  explicit TensorView(AtenTensorHandle handle) : handle_(handle) {}
+  TensorView(const TensorView&) = delete;
+  ~TensorView() { aoti_torch_delete_tensor_object(handle_); }
+
+  int64_t dtype() const {
+    int32_t type = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle_, &type));
+    if (type == aoti_torch_dtype_float32()) return kFloat32;
+    if (type == aoti_torch_dtype_float64()) return kFloat64;
+    if (type == aoti_torch_dtype_bfloat16()) return kBFloat16;
+    return type == aoti_torch_dtype_float16() ? static_cast<int64_t>(kFloat16) : -1;
   }
-  return static_cast<int64_t>(hash);
-}
+
+  int64_t numel() const {
+    int64_t n = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle_, &n));
+    return n;
+  }
+
+  int64_t address() const {
+    void* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle_, &data));
+    return reinterpret_cast<int64_t>(data);
+  }
+
+  int64_t storage_size() const {
+    int64_t bytes = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle_, &bytes));
+    return bytes;
+  }
+
+  // 0 in logical order, else a number that tensors share whose elements lie in the same order, but for collisions.
+  int64_t layout() const {
+    bool contiguous = false;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(handle_, &contiguous));
+    if (contiguous) return 0;
+    int64_t dims = 0, *sizes = nullptr, *strides = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle_, &dims));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle_, &sizes));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle_, &strides));
+    uint64_t hash = 0x9E3779B97F4A7C15u;
+    for (int64_t d = 0; d < dims; ++d) {
+      for (const int64_t v : {sizes[d], sizes[d] == 1 ? 0 : strides[d]}) {
+        hash = (hash ^ static_cast<uint64_t>(v)) * 0x100000001B3u + (hash >> 29);
+      }
+    }
+    return static_cast<int64_t>(hash | 1u);
+  }
+
+ private:
+  AtenTensorHandle handle_;
+};
 
 // Probes are numbered by logical element, so they need memory in logical order.
 inline void check_row_major(const char* op, const char* list, size_t i, const Tensor& t) {

@@ -25,7 +25,7 @@ struct Row {
   int64_t hessian;  // D
   int64_t product;  // Hz on a refresh, 0 otherwise
   int64_t numel;
-  int64_t layout;  // hash of sizes and strides
+  int64_t layout;  // 0 in logical order, else a hash of sizes and strides
   int64_t dtype;   // DType of param, grad, backup and product; m and D are float32, or float64 beside float64
   int64_t index;   // position among all parameters: the Philox stream
   int64_t group;   // row of the ascent scales

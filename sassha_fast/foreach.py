@@ -20,7 +20,9 @@ class ForeachPasses(Passes):
 
     name = "foreach"
 
-    def perturb(self, scales: Tensor, *, adaptive: bool, take_grads: Sequence[bool], seed: int, draw: int) -> None:
+    def perturb(
+        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: int
+    ) -> None:
         """See :meth:`Passes.perturb`. Reduced precision takes the reference's way, tensor by tensor."""
         members = self.members
         buckets: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)

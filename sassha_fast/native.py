@@ -7,6 +7,8 @@ parameters and state are written into a table once, and a step passes one list: 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ __all__ = ["NativePasses"]
 PARAM, GRAD, BACKUP, EXP_AVG, HESSIAN, PRODUCT, NUMEL, LAYOUT, DTYPE, INDEX, GROUP, COHORT, FLAGS = range(13)
 ROW_WORDS = 13
 OWNS_BUFFER, SIGNED_PRODUCT = 1, 2
+
+T = TypeVar("T")
 
 
 def fits_kernels(weight: Tensor) -> bool:
@@ -51,9 +55,11 @@ class NativePasses(Passes):
         self.table = torch.zeros(len(self.native), ROW_WORDS, dtype=torch.int64)
         self.table[:, INDEX] = torch.tensor(own.indices, dtype=torch.int64)
         self.table[:, GROUP] = torch.tensor(own.groups, dtype=torch.int64)
-        self.cohorts: list[int] | None = None
+        self.cohorts: Sequence[int] | None = None
         self.ops.table_bind(self.table, PARAM, own.weights)
         self.keep: list[Tensor] = []  # whatever the table points to that nobody else holds
+        self.checked = False
+        self.shared = 0
 
     def bind_state(self, exp_avgs: list[Tensor], hessians: list[Tensor]) -> None:
         """See :meth:`Passes.bind_state`. State in another layout than its parameter's is rejected."""
@@ -70,6 +76,9 @@ class NativePasses(Passes):
 
     def bind_grads(self, grads: list[Tensor]) -> None:
         """See :meth:`Passes.bind_grads`. Gradients in another layout are copied into the parameter's."""
+        if not self.checked:  # from then on, torch itself lets nothing else become the gradient of these parameters
+            check_grads(self.members.names, self.members.weights, grads)
+            self.checked = True
         mine = self._pick(grads)
         try:
             misfits, self.shared = self.ops.table_bind(self.table, GRAD, mine)
@@ -82,7 +91,7 @@ class NativePasses(Passes):
                 for g, w in zip(mine, self.weights, strict=True)
             ]
             _, self.shared = self.ops.table_bind(self.table, GRAD, mine)
-        self.grads = list(mine)
+        self.grads = mine
         if self.rest is not None:
             self.rest.bind_grads([grads[i] for i in self.odd])
 
@@ -91,23 +100,25 @@ class NativePasses(Passes):
         sums: Tensor = self.ops.table_square_sums(self.table, self.members.n_groups, adaptive)
         return sums if self.rest is None else sums + self.rest.square_sums(adaptive=adaptive)
 
-    def perturb(self, scales: Tensor, *, adaptive: bool, take_grads: Sequence[bool], seed: int, draw: int) -> None:
+    def perturb(
+        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: int
+    ) -> None:
         """See :meth:`Passes.perturb`."""
-        taken = self._pick(take_grads)
-        if self.shared == 0 and all(taken):
-            self.table[:, BACKUP] = self.table[:, GRAD]
+        into_grads = self.shared == 0 and (take_grads is True or (take_grads is not False and all(take_grads)))
+        if into_grads:
             self.backups = self.grads
         else:
+            taken = repeat(take_grads) if isinstance(take_grads, bool) else self._pick(take_grads)
             owned = (self.table[:, FLAGS] & OWNS_BUFFER).tolist()
             self.backups = [
                 g if take and own else torch.empty_like(w)
-                for g, w, take, own in zip(self.grads, self.weights, taken, owned, strict=True)
+                for g, w, take, own in zip(self.grads, self.weights, taken, owned, strict=False)
             ]
             self.ops.table_bind(self.table, BACKUP, self.backups)
-        self.ops.table_perturb(self.table, scales, adaptive, seed, draw)
+        self.ops.table_perturb(self.table, scales, into_grads, adaptive, seed, draw)
         self.grads = []
         if self.rest is not None:
-            self.rest.perturb(scales, adaptive=adaptive, take_grads=(), seed=seed, draw=draw)
+            self.rest.perturb(scales, adaptive=adaptive, take_grads=False, seed=seed, draw=draw)
 
     def restore(self) -> None:
         """See :meth:`Passes.restore`."""
@@ -143,31 +154,26 @@ class NativePasses(Passes):
         draw: int,
     ) -> Tensor | None:
         """See :meth:`Passes.step`."""
-        mine = list(self._pick(cohorts))
-        if mine != self.cohorts:
-            self.table[:, COHORT] = torch.tensor(mine, dtype=torch.int64)
-            self.cohorts = mine
-        self.table[:, BACKUP] = self.table[:, PARAM]
-        if products is not None:
+        if cohorts is not self.cohorts and cohorts != self.cohorts:
+            self.table[:, COHORT] = torch.tensor(self._pick(cohorts), dtype=torch.int64)
+        self.cohorts = cohorts
+        numbers = torch.tensor(scalars, dtype=torch.float64)
+        if products is None:
+            tallies: Tensor | None = None
+            self.ops.table_step(self.table, numbers, True)
+        else:
             self._bind_products(self._pick(products))
-        table = torch.tensor(scalars, dtype=torch.float64)
-        tallies: Tensor = self.ops.table_step(self.table, table, products is not None, seed, draw)
-        self.grads, self.keep = [], []
-        if products is not None:
+            tallies = self.ops.table_refresh_step(self.table, numbers, True, seed, draw)
             self.table[:, PRODUCT] = 0
+        self.grads, self.keep = [], []
         if self.rest is not None:
-            rest = self.rest.step(
-                scalars,
-                [cohorts[i] for i in self.odd],
-                None if products is None else [products[i] for i in self.odd],
-                seed,
-                draw,
-            )
-            if rest is not None:
-                both = torch.zeros(len(cohorts), tallies.shape[1], dtype=torch.float64)
+            mine = None if products is None else [products[i] for i in self.odd]
+            rest = self.rest.step(scalars, [cohorts[i] for i in self.odd], mine, seed, draw)
+            if rest is not None and tallies is not None:
+                both = torch.zeros(len(cohorts), rest.shape[1], dtype=torch.float64)
                 both[self.native], both[self.odd] = tallies, rest
                 tallies = both
-        return None if products is None else tallies
+        return tallies
 
     def _bind_products(self, products: Sequence[Product | None]) -> None:
         flags = self.table[:, FLAGS].tolist()
@@ -185,5 +191,5 @@ class NativePasses(Passes):
         self.table[:, PRODUCT] = torch.tensor(addresses, dtype=torch.int64)
         self.table[:, FLAGS] = torch.tensor(flags, dtype=torch.int64)
 
-    def _pick(self, values: Sequence) -> Sequence:  # type: ignore[type-arg]
-        return values if not self.odd else [values[i] for i in self.native]
+    def _pick(self, values: Sequence[T]) -> list[T]:
+        return [values[i] for i in self.native] if self.odd else values  # type: ignore[return-value]

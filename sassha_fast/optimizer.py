@@ -59,6 +59,9 @@ def _idle_refcount() -> int:
 
 
 _IDLE_REFCOUNT = _idle_refcount()
+# What p.grad and g.requires_grad call, without looking it up for every tensor.
+_grad: Callable[[Tensor], Tensor | None] = torch._C.TensorBase.__dict__["grad"].__get__
+_requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
 
 
 @dataclass(frozen=True)
@@ -205,16 +208,16 @@ class SASSHA(Optimizer):
 
     def _parameters(self) -> list[Tensor]:
         """All parameters in order. A change of the groups' lists, by whomever, drops what was kept about them."""
-        current = list(chain.from_iterable(map(itemgetter("params"), self.param_groups)))
-        if len(current) != len(self._flat) or not all(map(is_, current, self._flat)):
-            self._flat = current
+        lists = [group["params"] for group in self.param_groups]
+        if sum(map(len, lists)) != len(self._flat) or not all(map(is_, chain.from_iterable(lists), self._flat)):
+            self._flat = list(chain.from_iterable(lists))
             self._plans.clear()
         return self._flat
 
     def _gather(self) -> tuple[Plan | None, list[Tensor]]:
         """The plan for the parameters that have gradients, and these gradients."""
         params = self._parameters()
-        grads = [p.grad for p in params]
+        grads = list(map(_grad, params))
         if all(map(is_not, grads, repeat(None))):
             key = None
         else:
@@ -272,9 +275,12 @@ class SASSHA(Optimizer):
             return max((entry.get(HESSIAN_STEP, 0) for entry in entries), default=0)
 
     def _without_curvature(self, plan: Plan) -> list[bool]:
-        """Which parameters have elements but no curvature."""
-        entries = map(self.state.get, plan.params)
-        return [n and (not e or not e.get(BIAS2)) for n, e in zip(plan.nonempty, entries, strict=True)]
+        """Which parameters have no curvature."""
+        if plan.has_curvature:
+            return [False] * len(plan.params)
+        missing = [not entry or not entry.get(BIAS2) for entry in map(self.state.get, plan.params)]
+        plan.has_curvature = not any(missing)
+        return missing
 
     def _curvature_at(self, plan: Plan | None, grads: Sequence[Tensor], caller: str) -> _Curvature:
         """Products at the present weights, if a refresh is due. Raises if a scheduled one has no graph."""
@@ -314,25 +320,19 @@ class SASSHA(Optimizer):
         plan, grads = self._gather()
         if plan is None:
             raise RuntimeError("SASSHA.perturb_weights: no parameter has a gradient; run loss.backward() first")
-        if any(g.requires_grad for g in grads):
-            grads = [g.detach() for g in grads]
-            idle = [False] * len(grads)
-        else:
-            idle = [zero_grad and count <= _IDLE_REFCOUNT for count in map(sys.getrefcount, grads)]
+        idle: bool | list[bool] = zero_grad
+        if any(map(_requires_grad, grads)):
+            grads, idle = [g.detach() for g in grads], False
+        elif zero_grad and max(map(sys.getrefcount, grads)) > _IDLE_REFCOUNT:
+            idle = [count <= _IDLE_REFCOUNT for count in map(sys.getrefcount, grads)]
         plan.bind_grads(grads)
         rho = self._next_rho()
         square_sums = plan.square_sums(adaptive=self.adaptive)
         signed = [-r if group["maximize"] else r for r, group in zip(rho, self.param_groups, strict=True)]
-        device = square_sums.device
-        scales = reference.ascent_scales(
-            square_sums,
-            torch.tensor(signed, dtype=torch.float64, device=device),
-            torch.tensor([g["perturb_eps"] for g in self.param_groups], dtype=torch.float64, device=device),
-        )
+        scales = reference.ascent_scales(square_sums, signed, [group["perturb_eps"] for group in self.param_groups])
         plan.perturb(scales, adaptive=self.adaptive, take_grads=idle, seed=self.seed, draw=self._clock())
         self._ascent, self._ascended = plan, True
-        self.stats.grad_norm = square_sums.sum().sqrt()
-        self.stats.predicted_gap = (scales.abs() * square_sums).sum()
+        self.stats.square_sums, self.stats.scales = square_sums, scales
         _weights_moved(plan.params)
         if zero_grad:
             for p in self._flat:
@@ -347,16 +347,23 @@ class SASSHA(Optimizer):
         if self._ascent is None:
             raise RuntimeError("SASSHA.unperturb: the weights are not perturbed; call perturb_weights() first")
         upstream = self.hvp_point == "upstream"
-        plan, grads = self._gather()
         try:
             if not upstream:
-                self._curvature = self._curvature_at(plan, grads, "unperturb")
+                self._curvature = self._curvature_on_ascent()
         finally:
             ascent, self._ascent = self._ascent, None
             ascent.restore()
-            if not upstream:  # there, the graph is still to be used, with the weights that it did not see
+            if not upstream:  # there, the graph is still to be used, with weights that it did not see
                 _weights_moved(ascent.params)
-                self._detach_grads(grads)
+
+    def _curvature_on_ascent(self) -> _Curvature:
+        if not self.hessian_due:
+            return _Curvature(None)
+        plan, grads = self._gather()
+        try:
+            return self._curvature_at(plan, grads, "unperturb")
+        finally:
+            self._detach_grads(grads)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -388,22 +395,23 @@ class SASSHA(Optimizer):
         """Whether this is torch.distributed.checkpoint creating state: lr 0, no ascent, no graph, no state yet."""
         if self.state or self._ascended or any(float(group["lr"]) != 0.0 for group in self.param_groups):
             return False
-        return not any(g.requires_grad for g in grads)
+        return not any(map(_requires_grad, grads))
 
     def _detach_grads(self, grads: list[Tensor]) -> None:
         """Cuts gradients off their graph: together with their parameters they are a cycle that would leak."""
-        if any(g.requires_grad for g in grads):
+        if any(map(_requires_grad, grads)):
             for p in self._flat:
                 if p.grad is not None and p.grad.requires_grad:
                     p.grad = p.grad.detach()
 
     def _states(self, plan: Plan) -> list[dict[str, Any]]:
         """State of every parameter of the plan, created where it is missing."""
+        if 0 < len(plan.states) == len(self.state) and all(map(is_, plan.states, self.state.values())):
+            return plan.states  # the very entries of last time, found without hashing a parameter
         states = list(map(self.state.get, plan.params))
-        if not all(states):
-            for i, p in enumerate(plan.params):
-                if not states[i]:
-                    self.state[p] = states[i] = new_state(p)
+        for i, p in enumerate(plan.params):
+            if not states[i]:
+                self.state[p] = states[i] = new_state(p)
         return states  # type: ignore[return-value]
 
     def _update(self, plan: Plan, found: dict[int, Product] | None) -> None:
@@ -427,14 +435,11 @@ class SASSHA(Optimizer):
         self, plan: Plan, states: list[dict[str, Any]], products: Sequence[Product | None] | None
     ) -> tuple[list[StepScalars], list[int]]:
         """Scalars for every kind of parameter there is, and the kind of each parameter."""
-        steps, bias2 = map(itemgetter(STEP), states), map(itemgetter(BIAS2), states)
-        refreshed = repeat(False) if products is None else map(is_not, products, repeat(None))
-        keys = list(zip(plan.groups, steps, bias2, refreshed, strict=False))
-        kinds = set(keys)
-        samples = self.n_samples if products is not None else 1
+        steps, bias2 = list(map(itemgetter(STEP), states)), list(map(itemgetter(BIAS2), states))
+        refreshed = [False] * len(states) if products is None else list(map(is_not, products, repeat(None)))
+        samples = 1 if products is None else self.n_samples
 
-        def scalars_of(key: tuple[int, int, float, bool]) -> StepScalars:
-            group, step, bias2, refresh = key
+        def scalars_of(group: int, step: int, bias2: float, refresh: bool) -> StepScalars:
             return step_scalars(
                 self.param_groups[group],
                 step + 1,
@@ -444,12 +449,14 @@ class SASSHA(Optimizer):
                 bias_correction=self.bias_correction,
             )
 
-        if len(kinds) == len(plan.group_set):  # the usual case: all parameters of a group are alike
-            by_group = {key[0]: scalars_of(key) for key in kinds}
-            filler = next(iter(by_group.values()))
-            return [by_group.get(g, filler) for g in range(len(self.param_groups))], plan.groups
-        numbers = {key: i for i, key in enumerate(kinds)}
-        return [scalars_of(key) for key in numbers], [numbers[key] for key in keys]
+        if all(_alike(column[span]) for span in plan.spans.values() for column in (steps, bias2, refreshed)):
+            # The usual case: a group is a cohort. Groups without gradients get scalars that nobody reads.
+            firsts = [plan.spans.get(g, slice(0, 1)).start for g in range(len(self.param_groups))]
+            return [scalars_of(g, steps[i], bias2[i], refreshed[i]) for g, i in enumerate(firsts)], plan.groups
+        numbers: dict[tuple[int, int, float, bool], int] = {}
+        keys = zip(plan.groups, steps, bias2, refreshed, strict=True)
+        cohorts = [numbers.setdefault(key, len(numbers)) for key in keys]
+        return [scalars_of(*key) for key in numbers], cohorts
 
     def _record_refresh(
         self, states: list[dict[str, Any]], products: Sequence[Product | None], bias2: list[float], tallies: Tensor
@@ -458,7 +465,7 @@ class SASSHA(Optimizer):
         finite = tallies[:, 2].tolist()
         elements = sum(product.value.numel() for product in products if product is not None)
         for entry, product, count, correction in zip(states, products, finite, bias2, strict=True):
-            if product is not None and count:
+            if product is not None and (count or product.value.numel() == 0):
                 entry[BIAS2] = correction
         total = sum(finite)
         if total == 0 and elements > 0:
@@ -570,6 +577,10 @@ def _placed(entry: dict[str, Any], param: Tensor) -> dict[str, Any]:
     state[HESSIAN].copy_(entry[HESSIAN])
     state.update({STEP: int(entry[STEP]), HESSIAN_STEP: int(entry[HESSIAN_STEP]), BIAS2: float(entry[BIAS2])})
     return state
+
+
+def _alike(values: list[Any]) -> bool:
+    return values.count(values[0]) == len(values)
 
 
 def _weights_moved(params: list[Tensor]) -> None:

@@ -106,13 +106,15 @@ class Passes:
             sums[group] += reference.square_sum(grad, weight if adaptive else None)
         return sums
 
-    def perturb(self, scales: Tensor, *, adaptive: bool, take_grads: Sequence[bool], seed: int, draw: int) -> None:
+    def perturb(
+        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: int
+    ) -> None:
         """Moves the parameters to x + ε and keeps x.
 
         Args:
             scales: ρ over the norm, float32, per group.
             adaptive: ASAM's ascent.
-            take_grads: Gradients nobody else will read, whose memory may hold x from now on.
+            take_grads: Gradients nobody else will read, whose memory may hold x from now on: all, none, or each.
             seed: Key of the rounding noise of reduced-precision parameters.
             draw: Draw of that noise.
         """

@@ -6,6 +6,7 @@ C functions.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from operator import is_, itemgetter
 from typing import Any, TypeVar
@@ -40,10 +41,11 @@ class Plan:
         """Binds the backend of each device to its parameters."""
         self.params = params
         self.groups = groups
-        self.group_set = set(groups)
+        # Parameters come group by group: the slice that each group takes of every list.
+        starts = [bisect_left(groups, g) for g in range(n_groups + 1)]
+        self.spans = {g: slice(starts[g], starts[g + 1]) for g in range(n_groups) if starts[g] < starts[g + 1]}
         self.addresses = list(map(_address, params))
         members = Members([p.data for p in params], indices, groups, n_groups, names)
-        self.nonempty = [p.numel() > 0 for p in params]
         by_device: dict[torch.device, list[int]] = {}
         for i, p in enumerate(params):
             by_device.setdefault(p.device, []).append(i)
@@ -51,6 +53,7 @@ class Plan:
             (backends.choose(backend, device)(members.take(positions) if len(by_device) > 1 else members), positions)
             for device, positions in by_device.items()
         ]
+        self.has_curvature = False  # every parameter has some; once true, it stays true
         self.states: list[dict[str, Any]] = []
         self.state_addresses: list[list[int]] = []
 
@@ -59,7 +62,9 @@ class Plan:
         return list(map(_address, self.params)) == self.addresses
 
     def _split(self, values: Sequence[T], positions: list[int]) -> list[T]:
-        return list(values) if len(self.parts) == 1 else [values[i] for i in positions]
+        if len(self.parts) == 1:
+            return values if isinstance(values, list) else list(values)
+        return [values[i] for i in positions]
 
     def bind_grads(self, grads: list[Tensor]) -> None:
         """Hands the gradients to the passes, which check them."""
@@ -84,11 +89,13 @@ class Plan:
             total = total + other.to(total.device)
         return total
 
-    def perturb(self, scales: Tensor, *, adaptive: bool, take_grads: Sequence[bool], seed: int, draw: int) -> None:
+    def perturb(
+        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: int
+    ) -> None:
         """Moves every parameter to x + ε."""
         for passes, positions in self.parts:
             here = scales.to(passes.members.weights[0].device)
-            taken = self._split(take_grads, positions)
+            taken = take_grads if isinstance(take_grads, bool) else self._split(take_grads, positions)
             passes.perturb(here, adaptive=adaptive, take_grads=taken, seed=seed, draw=draw)
 
     def restore(self) -> None:

@@ -7,6 +7,8 @@ an addition into one rounding on some devices and not on others, so none is used
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -114,14 +116,22 @@ def square_sum(grad: Tensor, param: Tensor | None = None) -> Tensor:
     return (g * g).sum()
 
 
-def ascent_scales(square_sums: Tensor, rho: Tensor, perturb_eps: Tensor) -> Tensor:
+def ascent_scales(square_sums: Tensor, rho: Sequence[float], perturb_eps: Sequence[float]) -> Tensor:
     """ρ / ‖g‖ per group, rounded to float32 for every dtype; 0 where the norm is not finite.
 
-    Rounding hides the order in which the squares were added, which no two backends share.
+    Rounding hides the order in which the squares were added, which no two backends share. On the CPU these few
+    numbers are computed in Python, where they cost less than the calls of torch would.
     """
-    norm = square_sums.sum().sqrt()
-    scales = rho / (norm + perturb_eps)
-    return torch.where(torch.isfinite(norm), scales, torch.zeros_like(scales)).to(torch.float32)
+    if square_sums.device.type == "cpu":
+        total = sum(square_sums.tolist())
+        norm = math.sqrt(total) if math.isfinite(total) else math.inf
+        return torch.tensor([r / (norm + e) for r, e in zip(rho, perturb_eps, strict=True)], dtype=torch.float32)
+    norms = square_sums.sum().sqrt()
+    radius, offset = (
+        torch.tensor(values, dtype=torch.float64, device=square_sums.device) for values in (rho, perturb_eps)
+    )
+    scales = radius / (norms + offset)
+    return torch.where(torch.isfinite(norms), scales, torch.zeros_like(scales)).to(torch.float32)
 
 
 def ascend(

@@ -19,21 +19,31 @@ class Stats:
     """Numbers of the most recent step and refresh. Tensors live on the parameters' device; reading one synchronises.
 
     Attributes:
-        grad_norm: ‖g‖ of the first gradient (‖|x|⊙g‖ with ``adaptive``).
-        predicted_gap: ε·g, the first-order prediction of the loss increase that the ascent causes: ρ‖g‖.
-        ascent_gap: The increase that was seen. Only closures know it: NaN after the three calls.
         trace: Σ z⊙Hz of the last refresh, an estimate of the trace of the Hessian.
         negative_share: Share of elements of z⊙Hz below zero.
+        ascent_gap: The increase of the loss that the ascent caused. Only closures see it: NaN after the three calls.
         refreshes: Refreshes that succeeded.
         partial_refreshes: Those among them in which some products were not finite.
         skipped_refreshes: Refreshes in which no product was finite, or that had no graph.
+        square_sums: Squared norm of the first gradient, per group (of |x|⊙g with ``adaptive``).
+        scales: Length of ε over length of g, per group.
     """
 
-    grad_norm: Tensor = field(default_factory=_unknown)
-    predicted_gap: Tensor = field(default_factory=_unknown)
-    ascent_gap: Tensor = field(default_factory=_unknown)
     trace: Tensor = field(default_factory=_unknown)
     negative_share: Tensor = field(default_factory=_unknown)
+    ascent_gap: Tensor = field(default_factory=_unknown)
     refreshes: int = 0
     partial_refreshes: int = 0
     skipped_refreshes: int = 0
+    square_sums: Tensor = field(default_factory=_unknown)
+    scales: Tensor = field(default_factory=_unknown)
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """‖g‖ of the first gradient (‖|x|⊙g‖ with ``adaptive``)."""
+        return self.square_sums.sum().sqrt()
+
+    @property
+    def predicted_gap(self) -> Tensor:
+        """ε·g, the first-order prediction of the increase of the loss that the ascent causes: ρ‖g‖."""
+        return (self.scales.abs() * self.square_sums).sum()

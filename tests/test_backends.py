@@ -1,6 +1,7 @@
 """The registry, its report, schedules and stats."""
 
 import math
+import os
 import subprocess
 import sys
 
@@ -31,7 +32,9 @@ def test_report_names_every_backend_and_its_state():
 
 
 def test_module_prints_the_report():
-    done = subprocess.run([sys.executable, "-m", "sassha_fast"], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, "-m", "sassha_fast"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == backends.report()
 
 

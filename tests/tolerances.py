@@ -18,6 +18,11 @@ def sum_bound(n: int, magnitude: float) -> float:
     return 2 * n * DOUBLE_ROUNDING * magnitude
 
 
+def trace_bound(n: int, magnitude: float, compute: torch.dtype) -> float:
+    """How far two traces may lie apart: kernels add blocks of 128 elements in the compute dtype, then in double."""
+    return 128 * torch.finfo(compute).eps / 2 * magnitude + sum_bound(n, magnitude)
+
+
 # ---- a general Hessian power --------------------------------------------------------------------------------------
 
 # powf/pow of the C library in kernels, Sleef in torch: each within 1 ulp of the truth, so the denominators within 2.

@@ -27,20 +27,19 @@ SASSHA_HD bool curvature_sample(const C* product, C* h, N n, const Stream& strea
     for (int64_t i = 0; i < n; ++i) h[i] = product[i] / s.samples;
   }
   int32_t finite = 0, negative = 0;
-  C sum = block_sum(h, n);
+  const C sum = block_sum(h, n);
   if (is_finite(sum)) {  // then every term is
     for (int64_t i = 0; i < n; ++i) negative += h[i] < 0 ? 1 : 0;
     finite = static_cast<int32_t>(n);
+    tally.trace += sum;
   } else {
-    sum = 0;
     for (int64_t i = 0; i < n; ++i) {
-      const C counted = is_finite(h[i]) ? h[i] : C(0);
-      sum += counted;
-      finite += is_finite(h[i]) ? 1 : 0;
-      negative += counted < 0 ? 1 : 0;
+      if (!is_finite(h[i])) continue;
+      tally.trace += h[i];
+      ++finite;
+      negative += h[i] < 0 ? 1 : 0;
     }
   }
-  tally.trace += sum;
   tally.negative += negative;
   tally.finite += finite;
   return finite == n;
