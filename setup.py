@@ -34,9 +34,9 @@ COMMON = [
 KERNELS = ["norm", "perturb", "probe", "step"]  # csrc/cpu/*.cpp, compiled once per instruction set
 ISAS = {"generic": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    ISAS["avx2"] = ["-mavx2", "-mf16c"]
+    ISAS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     ISAS["avx512"] = [
-        "-mavx2", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512",
+        "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512",
     ]  # fmt: skip
 
 

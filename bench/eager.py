@@ -25,7 +25,7 @@ class EagerSASSHA(torch.optim.Optimizer):
 
     @torch.no_grad()
     def perturb_weights(self, zero_grad=True):
-        norms = [p.grad.norm(p=2) for p in self.all_params() if p.grad is not None]
+        norms = [(1.0 * p.grad).norm(p=2) for p in self.all_params() if p.grad is not None]
         norm = torch.norm(torch.stack(norms), p=2)
         for group in self.param_groups:
             scale = group["rho"] / (norm + 1e-12)
@@ -44,6 +44,11 @@ class EagerSASSHA(torch.optim.Optimizer):
             if "e_w" in self.state[p]:
                 p.data.sub_(self.state[p]["e_w"])
 
+    def clear_hessian(self):
+        for p in self.all_params():
+            if p in self.hess and self.state[p]["hessian step"] % self.lazy_hessian == 0:
+                self.hess[p].zero_()
+
     @torch.no_grad()
     def set_hessian(self):
         due = []
@@ -60,15 +65,24 @@ class EagerSASSHA(torch.optim.Optimizer):
         for p, z, hz in zip(due, zs, hzs, strict=True):
             self.hess[p] = hz * z
 
+    def reduce(self, tensors):
+        """One collective per tensor where there are several processes; here, the question whether there are."""
+        for t in tensors:
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(t)
+
     @torch.no_grad()
     def step(self):
+        self.clear_hessian()
         self.set_hessian()
+        self.reduce(p.grad for p in self.all_params() if p.grad is not None)
+        self.reduce(self.hess.values())
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                hess = self.hess[p].abs().clone()
+                self.hess[p] = self.hess[p].abs().clone()
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 state = self.state[p]
                 if "exp_avg" not in state:
@@ -79,7 +93,7 @@ class EagerSASSHA(torch.optim.Optimizer):
                 m, d = state["exp_avg"], state["exp_hessian_diag"]
                 m.mul_(beta1).add_(p.grad.detach(), alpha=1 - beta1)
                 if (state["hessian step"] - 1) % self.lazy_hessian == 0:
-                    d.mul_(beta2).add_(hess, alpha=1 - beta2)
+                    d.mul_(beta2).add_(self.hess[p], alpha=1 - beta2)
                     state["bias_correction2"] = (1 - beta2 ** state["step"]) ** 0.5
                 step_size = group["lr"] / (1 - beta1 ** state["step"])
                 denom = ((d**0.5) / state["bias_correction2"]).add_(group["eps"])

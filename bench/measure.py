@@ -6,6 +6,7 @@ other differ by that; two that alternate see the same machine, so their ratio is
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,11 +41,16 @@ def stopwatch(run: Callable[[], object]) -> Timed:
 def interleave(contenders: dict[str, Timed], rounds: int, warmup: int = 2) -> dict[str, Measured]:
     """Lets the contenders take turns, each returning the seconds it took."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(warmup + rounds):
-        for name, run in contenders.items():
-            taken = run()
-            if turn >= warmup:
-                seconds[name].append(taken)
+    gc.collect()
+    gc.disable()  # as timeit does: a collection would be charged to whoever happens to trigger it
+    try:
+        for turn in range(warmup + rounds):
+            for name, run in contenders.items():
+                taken = run()
+                if turn >= warmup:
+                    seconds[name].append(taken)
+    finally:
+        gc.enable()
     return {name: Measured(name, taken) for name, taken in seconds.items()}
 
 

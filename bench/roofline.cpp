@@ -1,6 +1,8 @@
-// Loops without arithmetic that read and write what each pass reads and writes: the floor of its time on this machine.
+// Loops without arithmetic that read and write what each pass reads and writes, over the same tensors and in the same
+// pieces: the floor of its time on this machine.
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -10,10 +12,25 @@ namespace {
 
 constexpr int64_t kPiece = 16384;
 
+struct Piece {
+  int64_t tensor, begin, size;
+};
+
+std::vector<Piece> cut(const int64_t* sizes, int64_t n) {
+  std::vector<Piece> pieces;
+  for (int64_t t = 0; t < n; ++t) {
+    for (int64_t begin = 0; begin < sizes[t]; begin += kPiece) {
+      pieces.push_back({t, begin, begin + kPiece < sizes[t] ? kPiece : sizes[t] - begin});
+    }
+  }
+  return pieces;
+}
+
 template <typename F>
-void for_each_piece(int64_t n, int threads, const F& f) {
+void for_each_piece(const int64_t* sizes, int64_t n, int threads, const F& f) {
+  const std::vector<Piece> pieces = cut(sizes, n);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (int64_t begin = 0; begin < n; begin += kPiece) f(begin, begin + kPiece < n ? begin + kPiece : n);
+  for (size_t i = 0; i < pieces.size(); ++i) f(pieces[i]);
 }
 
 // Writes a line without reading it first, as a pass does whose output is not its input.
@@ -32,53 +49,56 @@ void stream(uint32_t* to, const uint32_t* from, int64_t n) {
 
 extern "C" {
 
-uint32_t floor_norm(const uint32_t* g, int64_t n, int threads) {
-  uint32_t all = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : all)
-  for (int64_t begin = 0; begin < n; begin += kPiece) {
-    const int64_t end = begin + kPiece < n ? begin + kPiece : n;
+using List = uint32_t* const*;
+
+uint32_t floor_norm(List g, const int64_t* sizes, int64_t n, int threads) {
+  uint32_t seen = 0;
+  for_each_piece(sizes, n, threads, [&](const Piece& piece) {
+    const uint32_t* from = g[piece.tensor] + piece.begin;
     uint32_t bits = 0;
-    for (int64_t i = begin; i < end; ++i) bits |= g[i];
-    all |= bits;
-  }
-  return all;
+    for (int64_t i = 0; i < piece.size; ++i) bits |= from[i];
+    __atomic_fetch_or(&seen, bits, __ATOMIC_RELAXED);
+  });
+  return seen;
 }
 
-void floor_perturb(uint32_t* __restrict p, uint32_t* __restrict g, int64_t n, int threads) {
-  for_each_piece(n, threads, [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const uint32_t x = p[i];
-      p[i] = g[i];
-      g[i] = x;
+void floor_perturb(List p, List g, const int64_t* sizes, int64_t n, int threads) {
+  for_each_piece(sizes, n, threads, [&](const Piece& piece) {
+    uint32_t* __restrict left = p[piece.tensor] + piece.begin;
+    uint32_t* __restrict right = g[piece.tensor] + piece.begin;
+    for (int64_t i = 0; i < piece.size; ++i) {
+      const uint32_t x = left[i];
+      left[i] = right[i];
+      right[i] = x;
     }
   });
 }
 
-void floor_restore(uint32_t* p, const uint32_t* b, int64_t n, int threads) {
-  for_each_piece(n, threads, [=](int64_t begin, int64_t end) { stream(p + begin, b + begin, end - begin); });
+void floor_restore(List p, List b, const int64_t* sizes, int64_t n, int threads) {
+  for_each_piece(sizes, n, threads, [&](const Piece& piece) {
+    stream(p[piece.tensor] + piece.begin, b[piece.tensor] + piece.begin, piece.size);
+  });
 }
 
 // The step with restore fused in: reads b, g, m, d (and h), writes p and m (and d).
-void floor_step(uint32_t* p, const uint32_t* b, const uint32_t* g, uint32_t* m, uint32_t* d, const uint32_t* h,
-                int64_t n, int threads) {
-  for_each_piece(n, threads, [=](int64_t begin, int64_t end) {
+void floor_step(List p, List b, List g, List m, List d, List h, const int64_t* sizes, int64_t n, int threads) {
+  for_each_piece(sizes, n, threads, [&](const Piece& piece) {
     uint32_t next[128];
-    for (int64_t at = begin; at < end; at += 128) {
-      const int64_t size = end - at < 128 ? end - at : 128;
-      uint32_t* __restrict mm = m + at;
-      uint32_t* __restrict dd = d + at;
+    for (int64_t at = piece.begin; at < piece.begin + piece.size; at += 128) {
+      const int64_t left = piece.begin + piece.size - at, size = left < 128 ? left : 128;
+      const uint32_t* x = b[piece.tensor] + at;
+      const uint32_t* grad = g[piece.tensor] + at;
+      uint32_t* __restrict mm = m[piece.tensor] + at;
+      uint32_t* __restrict dd = d[piece.tensor] + at;
       if (h != nullptr) {
-        for (int64_t i = 0; i < size; ++i) dd[i] = dd[i] | h[at + i];
+        const uint32_t* product = h[piece.tensor] + at;
+        for (int64_t i = 0; i < size; ++i) dd[i] = dd[i] | product[i];
       }
       for (int64_t i = 0; i < size; ++i) {
-        mm[i] = mm[i] | g[at + i];
-        next[i] = b[at + i] | dd[i];
+        mm[i] = mm[i] | grad[i];
+        next[i] = x[i] | dd[i];
       }
-      if (p == b) {
-        memcpy(p + at, next, static_cast<size_t>(size) * 4);
-      } else {
-        stream(p + at, next, size);
-      }
+      stream(p[piece.tensor] + at, next, size);
     }
   });
 }

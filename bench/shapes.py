@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 Shapes = list[tuple[int, ...]]
 
 
 def gpt() -> Shapes:
-    """A GPT of 27 M parameters: 8 layers of width 512, context 256, 2,560 tokens, tied embeddings."""
-    width, layers = 512, 8
+    """A GPT of 27 M parameters: 4 layers of width 384, context 256, the 50,257 tokens of GPT-2, tied embeddings."""
+    width, layers = 384, 4
     block: Shapes = [
         (width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,),
         (width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,),
     ]  # fmt: skip
-    return [(2560, width), (256, width), *block * layers, (width,), (width,)]
+    return [(50257, width), (256, width), *block * layers, (width,), (width,)]
 
 
 def resnet20() -> Shapes:
@@ -31,3 +33,8 @@ def resnet20() -> Shapes:
 def small() -> Shapes:
     """5,000 tensors of 64 elements: nothing but overhead."""
     return [(64,)] * 5000
+
+
+def count(shapes: Shapes) -> int:
+    """Number of parameters."""
+    return sum(math.prod(shape) for shape in shapes)

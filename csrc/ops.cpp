@@ -24,8 +24,8 @@ STABLE_TORCH_LIBRARY(sassha_fast, m) {
   m.def("table_square_sums(Tensor table, int n_groups, bool adaptive) -> Tensor");
   m.def("table_perturb(Tensor table, Tensor scales, bool into_grads, bool adaptive, int seed, int draw) -> ()");
   m.def("table_restore(Tensor table) -> ()");
-  m.def("table_step(Tensor table, Tensor scalars, bool restored) -> ()");
-  m.def("table_refresh_step(Tensor table, Tensor scalars, bool restored, int seed, int draw) -> Tensor");
+  m.def("table_step(Tensor table, float[] scalars, bool restored) -> ()");
+  m.def("table_refresh_step(Tensor table, float[] scalars, bool restored, int seed, int draw) -> Tensor");
 
   m.def("cpu_isa() -> str");
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from .passes import Passes, Product, _tally
 from .scalars import StepScalars
 
 __all__ = ["ForeachPasses"]
+
+CACHED_ELEMENTS = 1 << 18
 
 
 class ForeachPasses(Passes):
@@ -25,17 +27,13 @@ class ForeachPasses(Passes):
     ) -> None:
         """See :meth:`Passes.perturb`. Reduced precision takes the reference's way, tensor by tensor."""
         members = self.members
-        buckets: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
-        for i, weight in enumerate(members.weights):
-            buckets[members.groups[i], weight.dtype].append(i)
-        if any(dtype != reference.compute_dtype(dtype) for _, dtype in buckets):
+        if any(weight.dtype != reference.compute_dtype(weight.dtype) for weight in members.weights):
             super().perturb(scales, adaptive=adaptive, take_grads=take_grads, seed=seed, draw=draw)
             return
         self.backups = [weight.clone() for weight in members.weights]
-        for (group, dtype), positions in buckets.items():
-            weights = [members.weights[i] for i in positions]
+        for group, dtype, (weights, grads) in self._batches(members.groups, members.weights, self.grads):
             scale = scales[group].to(dtype)
-            eps = torch._foreach_mul([self.grads[i] for i in positions], scale)
+            eps = torch._foreach_mul(grads, scale)
             if adaptive:
                 torch._foreach_mul_(eps, torch._foreach_mul(weights, weights))
             moved = torch._foreach_add(weights, eps)
@@ -56,66 +54,93 @@ class ForeachPasses(Passes):
         draw: int,
     ) -> Tensor | None:
         """See :meth:`Passes.step`."""
-        members = self.members
-        buckets: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
-        for i, weight in enumerate(members.weights):
-            buckets[cohorts[i], weight.dtype].append(i)
-        tallies: list[Tensor] = [torch.empty(0)] * len(members.weights)
-        for (cohort, dtype), positions in buckets.items():
-            curvatures = None
-            if products is not None:
-                curvatures = [self._signed(products[i], i, seed, draw) for i in positions]
-                for i, h in zip(positions, curvatures, strict=True):
-                    tallies[i] = _tally(h, scalars[cohort], members.weights[i])
-            self._update(positions, dtype, scalars[cohort], curvatures)
+        curvatures: Sequence[Tensor | None] = [None] * len(cohorts)
+        tallies = None
+        if products is not None:
+            curvatures = [self._signed(product, i, seed, draw) for i, product in enumerate(products)]
+            rows = zip(curvatures, cohorts, self.members.weights, strict=True)
+            tallies = torch.stack([_tally(h, scalars[cohort], weight) for h, cohort, weight in rows])
+        columns = (self.members.weights, self.grads, self.exp_avgs, self.hessians, curvatures)
+        for cohort, dtype, batch in self._batches(cohorts, *columns):
+            _update(scalars[cohort], dtype, *batch)
         self.grads = []
-        return torch.stack(tallies) if products is not None else None
+        return tallies
+
+    def _batches(
+        self, kinds: Sequence[int], *columns: Sequence[Tensor | None]
+    ) -> Iterator[tuple[int, torch.dtype, list[list[Any]]]]:
+        """The columns again, in parts that share a kind and a dtype.
+
+        On a CPU the parts are small enough for their temporary tensors to stay in its cache, and large tensors are
+        cut; elsewhere there are as few parts as possible.
+        """
+        limit = CACHED_ELEMENTS if self.members.weights[0].device.type == "cpu" else 1 << 62
+        batches: dict[tuple[int, torch.dtype], list[tuple[Tensor | None, ...]]] = {}
+        filled: dict[tuple[int, torch.dtype], int] = {}
+        for i, weight in enumerate(self.members.weights):
+            key = (kinds[i], weight.dtype)
+            for row in _cut([column[i] for column in columns], weight.numel(), limit):
+                size = row[0].numel()  # type: ignore[union-attr]
+                if key in batches and filled[key] + size > limit:
+                    yield *key, [list(column) for column in zip(*batches.pop(key), strict=True)]
+                    filled[key] = 0
+                batches.setdefault(key, []).append(row)
+                filled[key] = filled.get(key, 0) + size
+        for key, rows in batches.items():
+            yield *key, [list(column) for column in zip(*rows, strict=True)]
 
     def _signed(self, product: Product | None, i: int, seed: int, draw: int) -> Tensor | None:
         if product is None or product.signed:
             return None if product is None else product.value
         return product.value * reference.rademacher(self.members.weights[i], self.members.indices[i], seed, draw)
 
-    def _update(
-        self, positions: list[int], dtype: torch.dtype, scalars: StepScalars, curvatures: list[Tensor | None] | None
-    ) -> None:
-        weights = [self.members.weights[i] for i in positions]
-        exp_avgs = [self.exp_avgs[i] for i in positions]
-        hessians = [self.hessians[i] for i in positions]
-        compute = reference.compute_dtype(dtype)
-        s = reference.scalar_tensors(scalars, compute, weights[0].device)
-        grads = [self.grads[i].to(compute) for i in positions]
 
-        # m = β1 m + (1−β1) g̃
-        torch._foreach_mul_(exp_avgs, s.beta1)
-        torch._foreach_add_(exp_avgs, torch._foreach_mul(grads, s.one_minus_beta1))
-        # D = β2 D + (1−β2) |Ĥ|
-        bias2: list[Tensor] = [s.bias2] * len(weights)
-        for j, h in enumerate(curvatures or ()):
-            if h is None:
-                continue
-            h = h.to(compute) / s.samples
-            refreshed = torch.isfinite(h)
-            d = s.beta2 * hessians[j] + s.one_minus_beta2 * h.abs()
-            hessians[j].copy_(torch.where(refreshed, d, hessians[j]))
-            bias2[j] = torch.where(refreshed, s.bias2, s.bias2_kept)
-        # D̄ + eps
-        denoms = (
-            [d / b for d, b in zip(hessians, bias2, strict=True)]
-            if curvatures
-            else torch._foreach_div(hessians, s.bias2)
-        )
-        if scalars.power == 0.5:
-            denoms = [reference.root(d) for d in denoms]  # _foreach_sqrt is not correctly rounded everywhere
-        elif scalars.power != 1.0:
-            denoms = [d.pow(s.power) for d in denoms]
-        torch._foreach_add_(denoms, s.eps)
-        # x ← x(1−ηλ) − η m̄ / (D̄ + eps)
-        updates = torch._foreach_div(exp_avgs, denoms)
-        torch._foreach_mul_(updates, s.step_size)
-        moved = torch._foreach_mul([w.to(compute) for w in weights], s.decay)
-        torch._foreach_sub_(moved, updates)
-        known = [
-            torch.where(torch.signbit(d), w, x.to(dtype)) for d, w, x in zip(hessians, weights, moved, strict=True)
-        ]
-        torch._foreach_copy_(weights, known)
+def _cut(tensors: list[Tensor | None], size: int, limit: int) -> list[tuple[Tensor | None, ...]]:
+    """One parameter's tensors, as flat parts of at most ``limit`` elements where they lie in logical order."""
+    if size <= limit or not all(t is None or t.is_contiguous() for t in tensors):
+        return [tuple(tensors)]
+    n_parts = -(-size // limit)
+    parts = [[None] * n_parts if t is None else torch.split(t.view(-1), limit) for t in tensors]
+    return list(zip(*parts, strict=True))
+
+
+def _update(
+    scalars: StepScalars,
+    dtype: torch.dtype,
+    weights: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    hessians: list[Tensor],
+    curvatures: list[Tensor | None],
+) -> None:
+    """The update of tensors that share scalars and a dtype; see :func:`reference.step`."""
+    compute = reference.compute_dtype(dtype)
+    s = reference.scalar_tensors(scalars, compute, weights[0].device)
+
+    # m = β1 m + (1−β1) g̃
+    torch._foreach_mul_(exp_avgs, s.beta1)
+    torch._foreach_add_(exp_avgs, torch._foreach_mul([g.to(compute) for g in grads], s.one_minus_beta1))
+    # D = β2 D + (1−β2) |Ĥ|
+    bias2: list[Tensor] = [s.bias2] * len(weights)
+    for i, h in enumerate(curvatures):
+        if h is None:
+            continue
+        h = h.to(compute) / s.samples
+        refreshed = torch.isfinite(h)
+        d = s.beta2 * hessians[i] + s.one_minus_beta2 * h.abs()
+        hessians[i].copy_(torch.where(refreshed, d, hessians[i]))
+        bias2[i] = torch.where(refreshed, s.bias2, s.bias2_kept)
+    # D̄ + eps
+    denoms = [d / b for d, b in zip(hessians, bias2, strict=True)]
+    if scalars.power == 0.5:
+        denoms = [reference.root(d) for d in denoms]  # _foreach_sqrt is not correctly rounded everywhere
+    elif scalars.power != 1.0:
+        denoms = [d.pow(s.power) for d in denoms]
+    torch._foreach_add_(denoms, s.eps)
+    # x ← x(1−ηλ) − η m̄ / (D̄ + eps)
+    updates = torch._foreach_div(exp_avgs, denoms)
+    torch._foreach_mul_(updates, s.step_size)
+    moved = torch._foreach_mul([w.to(compute) for w in weights], s.decay)
+    torch._foreach_sub_(moved, updates)
+    known = [torch.where(torch.signbit(d), w, x.to(dtype)) for d, w, x in zip(hessians, weights, moved, strict=True)]
+    torch._foreach_copy_(weights, known)

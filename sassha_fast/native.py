@@ -6,8 +6,9 @@ parameters and state are written into a table once, and a step passes one list: 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import TypeVar
 
 import torch
@@ -24,6 +25,8 @@ ROW_WORDS = 13
 OWNS_BUFFER, SIGNED_PRODUCT = 1, 2
 
 T = TypeVar("T")
+_address = torch._C.TensorBase.data_ptr
+_is_contiguous = torch._C.TensorBase.is_contiguous
 
 
 def fits_kernels(weight: Tensor) -> bool:
@@ -51,7 +54,7 @@ class NativePasses(Passes):
         self.rest = Passes(members.take(odd)) if odd else None
         own = members.take(self.native)
         self.weights = own.weights
-        self.row_major = [weight.is_contiguous() for weight in own.weights]
+        self.all_row_major = not odd and all(map(_is_contiguous, own.weights))
         self.table = torch.zeros(len(self.native), ROW_WORDS, dtype=torch.int64)
         self.table[:, INDEX] = torch.tensor(own.indices, dtype=torch.int64)
         self.table[:, GROUP] = torch.tensor(own.groups, dtype=torch.int64)
@@ -74,8 +77,14 @@ class NativePasses(Passes):
         if self.rest is not None:
             self.rest.bind_state([exp_avgs[i] for i in self.odd], [hessians[i] for i in self.odd])
 
-    def bind_grads(self, grads: list[Tensor]) -> None:
+    def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
         """See :meth:`Passes.bind_grads`. Gradients in another layout are copied into the parameter's."""
+        if self.checked and not overwrite and self.all_row_major and all(map(_is_contiguous, grads)):
+            # Nothing to find out about the gradients but where they are, which is cheaper than handing them over.
+            addresses = array("q", map(_address, grads))
+            self.table[:, GRAD] = torch.frombuffer(addresses, dtype=torch.int64)
+            self.grads = grads
+            return
         if not self.checked:  # from then on, torch itself lets nothing else become the gradient of these parameters
             check_grads(self.members.names, self.members.weights, grads)
             self.checked = True
@@ -157,7 +166,7 @@ class NativePasses(Passes):
         if cohorts is not self.cohorts and cohorts != self.cohorts:
             self.table[:, COHORT] = torch.tensor(self._pick(cohorts), dtype=torch.int64)
         self.cohorts = cohorts
-        numbers = torch.tensor(scalars, dtype=torch.float64)
+        numbers = list(chain.from_iterable(scalars))
         if products is None:
             tallies: Tensor | None = None
             self.ops.table_step(self.table, numbers, True)

@@ -6,9 +6,10 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import chain, compress, repeat
 from operator import contains, is_, is_not, itemgetter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,10 @@ _CONFIG = (
 )
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
 def _idle_refcount() -> int:
     """What ``sys.getrefcount`` says, inside a ``map`` over a list, of a gradient that nobody else holds."""
     param = torch.zeros(1, requires_grad=True)
@@ -61,7 +66,23 @@ def _idle_refcount() -> int:
 _IDLE_REFCOUNT = _idle_refcount()
 # What p.grad and g.requires_grad call, without looking it up for every tensor.
 _grad: Callable[[Tensor], Tensor | None] = torch._C.TensorBase.__dict__["grad"].__get__
+_set_grad: Callable[[Tensor, None], None] = torch._C.TensorBase.__dict__["grad"].__set__
 _requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
+
+
+def _no_grad(method: Callable[P, R]) -> Callable[P, R]:
+    """``torch.no_grad`` for methods that are called every step: the same switch with a tenth of the overhead."""
+
+    @wraps(method)
+    def without_grad(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return without_grad
 
 
 @dataclass(frozen=True)
@@ -183,6 +204,7 @@ class SASSHA(Optimizer):
         self._plans: dict[tuple[bool, ...] | None, Plan] = {}
         self._ascent: Plan | None = None
         self._ascended = False  # whether perturb_weights was called since the last step
+        self._time: int | None = None  # the clock, from perturb_weights to the end of the step
         self._curvature: _Curvature | None = None
 
     # ---- parameters ---------------------------------------------------------------------------------------------
@@ -255,7 +277,8 @@ class SASSHA(Optimizer):
         """
         if self._clock() % self.lazy_hessian == 0:
             return True
-        return self._ascent is not None and any(self._without_curvature(self._ascent))
+        ascent = self._ascent
+        return ascent is not None and not ascent.has_curvature and any(self._without_curvature(ascent))
 
     @property
     def hessian_power_t(self) -> float:
@@ -264,6 +287,8 @@ class SASSHA(Optimizer):
 
     def _clock(self) -> int:
         """Steps since the start, not counting steps whose refresh failed. It lives in the parameters' state."""
+        if self._time is not None:
+            return self._time
         entries = self.state.values()
         if any(map(contains, entries, repeat(UPSTREAM_CLOCK))):
             for entry in entries:
@@ -307,7 +332,7 @@ class SASSHA(Optimizer):
 
     # ---- the three calls ----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @_no_grad
     def perturb_weights(self, zero_grad: bool = True) -> None:
         """Climbs to x + ε from the gradients of the first backward pass.
 
@@ -316,7 +341,7 @@ class SASSHA(Optimizer):
         """
         if self._ascent is not None:
             raise RuntimeError("SASSHA.perturb_weights: the weights are perturbed already; call unperturb() first")
-        self._curvature = None
+        self._curvature = self._time = None
         plan, grads = self._gather()
         if plan is None:
             raise RuntimeError("SASSHA.perturb_weights: no parameter has a gradient; run loss.backward() first")
@@ -325,20 +350,20 @@ class SASSHA(Optimizer):
             grads, idle = [g.detach() for g in grads], False
         elif zero_grad and max(map(sys.getrefcount, grads)) > _IDLE_REFCOUNT:
             idle = [count <= _IDLE_REFCOUNT for count in map(sys.getrefcount, grads)]
-        plan.bind_grads(grads)
+        plan.bind_grads(grads, overwrite=True)
+        self._time = self._clock()
         rho = self._next_rho()
         square_sums = plan.square_sums(adaptive=self.adaptive)
         signed = [-r if group["maximize"] else r for r, group in zip(rho, self.param_groups, strict=True)]
         scales = reference.ascent_scales(square_sums, signed, [group["perturb_eps"] for group in self.param_groups])
-        plan.perturb(scales, adaptive=self.adaptive, take_grads=idle, seed=self.seed, draw=self._clock())
+        plan.perturb(scales, adaptive=self.adaptive, take_grads=idle, seed=self.seed, draw=self._time)
         self._ascent, self._ascended = plan, True
         self.stats.square_sums, self.stats.scales = square_sums, scales
         _weights_moved(plan.params)
         if zero_grad:
-            for p in self._flat:
-                p.grad = None
+            any(map(_set_grad, self._flat, repeat(None)))  # for all p: p.grad = None
 
-    @torch.no_grad()
+    @_no_grad
     def unperturb(self) -> None:
         """Restores x, bit for bit; on a refresh, first takes the Hessian-vector products at x + ε.
 
@@ -365,7 +390,7 @@ class SASSHA(Optimizer):
         finally:
             self._detach_grads(grads)
 
-    @torch.no_grad()
+    @_no_grad
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Updates the parameters from the gradients of the last backward pass.
 
@@ -389,7 +414,7 @@ class SASSHA(Optimizer):
         curvature = self._curvature or self._curvature_at(plan, grads, "step")
         self._detach_grads(grads)
         self._update(plan, curvature.products)
-        self._curvature, self._ascended = None, False
+        self._curvature, self._time, self._ascended = None, None, False
 
     def _is_priming(self, grads: list[Tensor]) -> bool:
         """Whether this is torch.distributed.checkpoint creating state: lr 0, no ascent, no graph, no state yet."""
@@ -504,10 +529,11 @@ class SASSHA(Optimizer):
                 "SASSHA.state_dict: the weights are perturbed, so a checkpoint of the model would not hold them; "
                 "call unperturb() first"
             )
+        self._time = None
         self._clock()  # takes over clocks under the authors' key
         return super().state_dict()
 
-    @torch.no_grad()
+    @_no_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this optimizer or of the authors'.
 
@@ -521,7 +547,7 @@ class SASSHA(Optimizer):
             if saved in loaded["state"]:
                 self.state[p] = _placed(loaded["state"][saved], p)
         self._plans.clear()
-        self._curvature = None
+        self._curvature = self._time = None
 
     def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of a checkpoint in our form, or ValueError."""
@@ -585,7 +611,7 @@ def _alike(values: list[Any]) -> bool:
 
 def _weights_moved(params: list[Tensor]) -> None:
     """Tells autograd that weights changed, and autocast that its copies of them are stale."""
-    torch.autograd.graph.increment_version(params)
+    torch._C._increment_version(params)  # what torch.autograd.graph.increment_version calls
     torch.clear_autocast_cache()
 
 

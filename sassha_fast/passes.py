@@ -93,8 +93,9 @@ class Passes:
         """Sets m and D of every member."""
         self.exp_avgs, self.hessians = exp_avgs, hessians
 
-    def bind_grads(self, grads: list[Tensor]) -> None:
-        """Checks and sets the gradients that the coming pass reads."""
+    def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
+        """Checks and sets the gradients that the coming pass reads; ``overwrite`` says that it may be an ascent."""
+        del overwrite  # only a backend that writes into their memory needs to know whose it is
         check_grads(self.members.names, self.members.weights, grads)
         self.grads = grads
 

@@ -66,10 +66,10 @@ class Plan:
             return values if isinstance(values, list) else list(values)
         return [values[i] for i in positions]
 
-    def bind_grads(self, grads: list[Tensor]) -> None:
-        """Hands the gradients to the passes, which check them."""
+    def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
+        """Hands the gradients to the passes, which check them; ``overwrite`` says that an ascent follows."""
         for passes, positions in self.parts:
-            passes.bind_grads(self._split(grads, positions))
+            passes.bind_grads(self._split(grads, positions), overwrite=overwrite)
 
     def bind_state(self, states: list[dict[str, Any]]) -> None:
         """Hands m and D to the passes, unless they have them already."""

@@ -200,8 +200,7 @@ class SquareSum {
     for (int64_t i = 0; i < n - tail; i += 4 * kGroups) {
 #pragma GCC unroll 8
       for (int64_t group = 0; group < kGroups; ++group) {
-        const Double4 x = four(v + i + 4 * group);
-        sums[group] += x * x;
+        sums[group] = add_four_squares(sums[group], v + i + 4 * group);
       }
     }
     for (int64_t group = 0; group < kGroups; ++group) lanes_[group] = sums[group];
@@ -223,16 +222,19 @@ class SquareSum {
   typedef double Double4 __attribute__((vector_size(32)));
   static constexpr int64_t kGroups = 8;
 
-  static SASSHA_MEMBER Double4 four(const double* v) {
-    Double4 out;
-    memcpy(&out, v, sizeof(out));
-    return out;
+  static SASSHA_MEMBER Double4 add_four_squares(Double4 sum, const double* v) {
+    Double4 x;
+    memcpy(&x, v, sizeof(x));
+    return sum + x * x;
   }
-  static SASSHA_MEMBER Double4 four(const float* v) {
-#if defined(__AVX__)  // GCC 12 makes five instructions of __builtin_convertvector
-    return _mm256_cvtps_pd(_mm_loadu_ps(v));
+
+  static SASSHA_MEMBER Double4 add_four_squares(Double4 sum, const float* v) {
+#if defined(__FMA__)  // the square of a float is exact in double, so fusing it with the addition changes no bit
+    const __m256d x = _mm256_cvtps_pd(_mm_loadu_ps(v));
+    return _mm256_fmadd_pd(x, x, sum);
 #else
-    return Double4{v[0], v[1], v[2], v[3]};
+    const Double4 x = {v[0], v[1], v[2], v[3]};
+    return sum + x * x;
 #endif
   }
 

@@ -19,7 +19,8 @@ Kernels choose() {
 #if defined(__x86_64__)
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (has_avx512 && allowed("avx512")) return SASSHA_KERNEL_SET(avx512);
   if (has_avx2 && allowed("avx2")) return SASSHA_KERNEL_SET(avx2);
 #endif

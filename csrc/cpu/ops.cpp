@@ -72,10 +72,10 @@ void probe(Rows rows, double h, int64_t seed, int64_t draw) {
 }
 
 // `tallies` has one entry per row, or is null on an ordinary step.
-void step(Rows rows, const Tensor& scalars, int64_t seed, int64_t draw, Tally* tallies) {
+void step(Rows rows, const double* scalars, int64_t seed, int64_t draw, Tally* tallies) {
   const Pieces pieces(rows.data, rows.size);
   const bool in_place = rows.size == 0 || rows.data[0].param == rows.data[0].backup;
-  const StepOptions options{static_cast<const StepScalars<double>*>(scalars.data_ptr()), static_cast<uint64_t>(seed),
+  const StepOptions options{reinterpret_cast<const StepScalars<double>*>(scalars), static_cast<uint64_t>(seed),
                             static_cast<uint32_t>(draw), !in_place && pieces.elements() > kStreamElements};
   std::vector<Tally> partial(tallies == nullptr ? 0 : static_cast<size_t>(pieces.size()));
   pieces.for_each([&](int64_t i, const Piece& piece) {
@@ -213,8 +213,8 @@ std::vector<Row> step_rows(const char* op, const Tensors& params, const Tensors&
 
 void op_step(Tensors params, Tensors backups, Tensors grads, Tensors exp_avgs, Tensors hessians, Tensor scalars,
              Ints cohorts) {
-  step(view(step_rows("sassha_step", params, backups, grads, exp_avgs, hessians, scalars, cohorts)), scalars, 0, 0,
-       nullptr);
+  step(view(step_rows("sassha_step", params, backups, grads, exp_avgs, hessians, scalars, cohorts)),
+       static_cast<const double*>(scalars.data_ptr()), 0, 0, nullptr);
 }
 
 Tensor op_refresh_step(Tensors params, Tensors backups, Tensors grads, Tensors exp_avgs, Tensors hessians,
@@ -235,7 +235,7 @@ Tensor op_refresh_step(Tensors params, Tensors backups, Tensors grads, Tensors e
                     " samples; sum z * Hz over the probes and pass signed=True");
   }
   Tensor tallies = new_doubles(scalars, {static_cast<int64_t>(rows.size()), kTallyWords});
-  step(view(rows), scalars, seed, draw, static_cast<Tally*>(tallies.data_ptr()));
+  step(view(rows), static_cast<const double*>(scalars.data_ptr()), seed, draw, static_cast<Tally*>(tallies.data_ptr()));
   return tallies;
 }
 
@@ -363,15 +363,15 @@ void op_table_perturb(Tensor table, Tensor scales, bool into_grads, bool adaptiv
 void op_table_restore(Tensor table) { restore(view(table)); }
 
 // With `restored`, the parameters hold x themselves; else x is in the backups, and the update restores as it goes.
-void op_table_step(Tensor table, Tensor scalars, bool restored) {
+void op_table_step(Tensor table, std::vector<double> scalars, bool restored) {
   use_params_as_backups(table, restored);
-  step(view(table), scalars, 0, 0, nullptr);
+  step(view(table), scalars.data(), 0, 0, nullptr);
 }
 
-Tensor op_table_refresh_step(Tensor table, Tensor scalars, bool restored, int64_t seed, int64_t draw) {
+Tensor op_table_refresh_step(Tensor table, std::vector<double> scalars, bool restored, int64_t seed, int64_t draw) {
   use_params_as_backups(table, restored);
   Tensor tallies = new_doubles(table, {table.size(0), kTallyWords});
-  step(view(table), scalars, seed, draw, static_cast<Tally*>(tallies.data_ptr()));
+  step(view(table), scalars.data(), seed, draw, static_cast<Tally*>(tallies.data_ptr()));
   return tallies;
 }
 
