@@ -20,6 +20,9 @@ class EagerSASSHA(torch.optim.Optimizer):
         for p in self.all_params():
             self.state[p]["hessian step"] = 0
 
+    def probes(self, params):
+        return [torch.randint(0, 2, p.size(), generator=self.generator) * 2.0 - 1.0 for p in params]
+
     def all_params(self):
         return [p for group in self.param_groups for p in group["params"]]
 
@@ -60,7 +63,7 @@ class EagerSASSHA(torch.optim.Optimizer):
             self.state[p]["hessian step"] += 1
         if not due:
             return
-        zs = [torch.randint(0, 2, p.size(), generator=self.generator) * 2.0 - 1.0 for p in due]
+        zs = self.probes(due)
         hzs = torch.autograd.grad([p.grad for p in due], due, grad_outputs=zs)
         for p, z, hz in zip(due, zs, hzs, strict=True):
             self.hess[p] = hz * z

@@ -271,7 +271,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--label-noise", type=float, default=0.0, help="share of wrong training labels, 0 to 1")
     parser.add_argument("--backend", default="auto", choices=["auto", *backends.names()], help="of SASSHA")
     parser.add_argument("--device", type=torch.device, default="cpu", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s, enough for this network")
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--lr-search", action="store_true", help="redo the search behind the preset learning rates")
     args = parser.parse_args()
     if min(args.epochs, args.seeds, args.threads) < 1 or not 0.0 <= args.label_noise <= 1.0:

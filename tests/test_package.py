@@ -1,0 +1,52 @@
+"""What is installed, and the commands that the README names."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sassha_fast
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command, cwd=ROOT):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_triton_kernels_install_inside_the_package_and_nowhere_else():
+    code = "from importlib.util import find_spec as f; print(f('sassha_fast.triton_kernels').name, f('triton_kernels'))"
+    assert run("-c", code, cwd="/").split() == ["sassha_fast.triton_kernels", "None"]
+
+
+def test_import_neither_loads_the_library_nor_imports_triton():
+    code = "import sassha_fast, sys, torch; print('triton' in sys.modules, hasattr(torch.ops.sassha_fast, 'step_'))"
+    assert run("-c", code).split() == ["False", "False"]
+
+
+def test_every_public_name_has_a_docstring():
+    for module in ("backends", "foreach", "hutchinson", "native", "ops", "passes", "plan", "reference", "scalars"):
+        names = importlib.import_module(f"sassha_fast.{module}")
+        for name in names.__all__:
+            value = getattr(names, name)
+            assert not callable(value) or value.__doc__, f"{module}.{name}"
+    assert all(getattr(sassha_fast, name).__doc__ for name in sassha_fast.__all__ if name != "__version__")
+
+
+def test_the_demo_runs():
+    pytest.importorskip("sklearn")
+    output = run("-m", "examples.digits", "--epochs", "1", "--seeds", "1")
+    for name in ("AdamW", "SAM", "SASSHA", "GC/step", "Hessian trace"):
+        assert name in output
+
+
+def test_version_is_the_same_everywhere():
+    assert f'version = "{sassha_fast.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"## {sassha_fast.__version__}" in (ROOT / "CHANGELOG.md").read_text()
