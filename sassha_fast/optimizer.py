@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,21 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import backends, reference, schedules
+from .checks import check_choice, check_count, check_group, check_number, check_param, check_single_process
 from .passes import Product
 from .plan import Plan
 from .scalars import StepScalars, step_scalars
-from .state import (
-    BIAS2,
-    EXP_AVG,
-    HESSIAN,
-    HESSIAN_STEP,
-    STEP,
-    UPSTREAM_CLOCK,
-    adopt_clock,
-    check_entry,
-    from_upstream,
-    new_state,
-)
+from .state import BIAS2, HESSIAN_STEP, STEP, UPSTREAM_CLOCK, adopt_clock, check_checkpoint, new_state, placed
 from .stats import Stats
 
 __all__ = ["SASSHA"]
@@ -164,11 +153,11 @@ class SASSHA(Optimizer):
         """Checks the arguments; see the class."""
         schedules.check_schedule("hessian_power_scheduler", hessian_power_scheduler)
         schedules.check_schedule("rho_scheduler", rho_scheduler)
-        _check_count("lazy_hessian", lazy_hessian)
-        _check_count("n_samples", n_samples)
-        _check_choice("grad_reduce", grad_reduce, ("mean", "sum"))
-        _check_choice("hvp", hvp, ("exact",))
-        _check_choice("hvp_point", hvp_point, ("perturbed", "upstream"))
+        check_count("lazy_hessian", lazy_hessian)
+        check_count("n_samples", n_samples)
+        check_choice("grad_reduce", grad_reduce, ("mean", "sum"))
+        check_choice("hvp", hvp, ("exact",))
+        check_choice("hvp_point", hvp_point, ("perturbed", "upstream"))
         if not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"SASSHA: seed is {seed!r}, expected an integer from 0 to 2^63 − 1")
         self.hessian_power_scheduler = hessian_power_scheduler
@@ -214,13 +203,13 @@ class SASSHA(Optimizer):
         if self._ascent is not None:
             raise RuntimeError("SASSHA.add_param_group: the weights are perturbed; call unperturb() first")
         group = dict(param_group)
-        _check_group({**self.defaults, **group})
+        check_group({**self.defaults, **group})
         params = group.get("params", ())
         group["params"] = (
             [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
         )
         for i, entry in enumerate(group["params"]):
-            _check_param(entry[1] if isinstance(entry, tuple) else entry, i)
+            check_param(entry[1] if isinstance(entry, tuple) else entry, i)
         super().add_param_group(group)
         self._plans.clear()
 
@@ -403,7 +392,7 @@ class SASSHA(Optimizer):
             )
         if self._ascent is not None:
             raise RuntimeError("SASSHA.step: the weights are still perturbed; call unperturb() first")
-        _check_single_process()
+        check_single_process()
         plan, grads = self._gather()
         if plan is None:
             return
@@ -515,7 +504,7 @@ class SASSHA(Optimizer):
 
     def _schedule(self, key: str, counter: str, schedule: schedules.Schedule | schedules.Stepping) -> None:
         value = schedules.next_value(schedule, self.param_groups[0][counter])
-        _check_number(key, value)
+        check_number(key, value)
         for group in self.param_groups:
             group[key] = value
             group[counter] += 1
@@ -541,47 +530,13 @@ class SASSHA(Optimizer):
         """
         if self._ascent is not None:
             raise RuntimeError("SASSHA.load_state_dict: the weights are perturbed; call unperturb() first")
-        loaded = self._checked(state_dict)
+        loaded = check_checkpoint(state_dict, self.param_groups, self.lazy_hessian)
         super().load_state_dict(loaded)
         for saved, p in zip(chain(*(g["params"] for g in loaded["param_groups"])), self._parameters(), strict=True):
             if saved in loaded["state"]:
-                self.state[p] = _placed(loaded["state"][saved], p)
+                self.state[p] = placed(loaded["state"][saved], p)
         self._plans.clear()
         self._curvature = self._time = None
-
-    def _checked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of a checkpoint in our form, or ValueError."""
-        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-            found = sorted(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
-            raise ValueError(f"load_state_dict: found {found}, expected a dict with 'state' and 'param_groups'")
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        sizes, expected = [len(g["params"]) for g in groups], [len(g["params"]) for g in self.param_groups]
-        if sizes != expected:
-            raise ValueError(
-                f"load_state_dict: the checkpoint has groups of {sizes} parameters, the optimizer of {expected}; "
-                "build the optimizer with the groups that were saved"
-            )
-        state: dict[Any, dict[str, Any]] = {}
-        for saved, group in zip(groups, self.param_groups, strict=True):
-            missing = sorted({"lr", "betas", "weight_decay", "eps", "perturb_eps"} - saved.keys())
-            if missing:
-                raise ValueError(
-                    f"load_state_dict: a parameter group lacks {missing}; it was not written by a SASSHA optimizer"
-                )
-            for key, value in group.items():
-                saved.setdefault(key, value)
-            _check_group(saved)
-            for number, (index, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
-                entry = dict(state_dict["state"].get(index, {}))
-                if UPSTREAM_CLOCK in entry:
-                    entry = from_upstream(entry, saved, self.lazy_hessian)
-                if entry:
-                    check_entry(entry, p, f"parameter {number}")
-                    state[index] = entry
-        foreign = sorted(set(state_dict["state"]) - {i for g in groups for i in g["params"]}, key=str)
-        if foreign:
-            raise ValueError(f"load_state_dict: state of {foreign} belongs to no parameter; the checkpoint is damaged")
-        return {"state": state, "param_groups": groups}
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: state, groups and configuration; what is derived is built again."""
@@ -596,15 +551,6 @@ class SASSHA(Optimizer):
         super().__setstate__(state)
 
 
-def _placed(entry: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    """A loaded state with its tensors in memory of their own, in the parameter's layout and the state's dtype."""
-    state = new_state(param)
-    state[EXP_AVG].copy_(entry[EXP_AVG])
-    state[HESSIAN].copy_(entry[HESSIAN])
-    state.update({STEP: int(entry[STEP]), HESSIAN_STEP: int(entry[HESSIAN_STEP]), BIAS2: float(entry[BIAS2])})
-    return state
-
-
 def _alike(values: list[Any]) -> bool:
     return values.count(values[0]) == len(values)
 
@@ -613,58 +559,3 @@ def _weights_moved(params: list[Tensor]) -> None:
     """Tells autograd that weights changed, and autocast that its copies of them are stale."""
     torch._C._increment_version(params)  # what torch.autograd.graph.increment_version calls
     torch.clear_autocast_cache()
-
-
-def _check_single_process() -> None:
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        raise RuntimeError(
-            f"SASSHA.step: this process is one of {torch.distributed.get_world_size()}, and this release does not "
-            "reduce gradients and products over processes; train in one process"
-        )
-
-
-# ---- checks of arguments ----------------------------------------------------------------------------------------
-
-
-def _check_number(name: str, value: Any, below: float = math.inf) -> None:
-    number = float(value)
-    if not 0.0 <= number < below or not math.isfinite(number):
-        limit = "" if below == math.inf else f" below {below:g}"
-        raise ValueError(f"SASSHA: {name} is {value}, expected a finite number from 0{limit}")
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"SASSHA: {name} is {value!r}, expected an integer of at least 1")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"SASSHA: {name} is {value!r}, expected one of {list(choices)}")
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Checks the hyperparameters of one parameter group."""
-    for name in ("lr", "weight_decay", "rho", "perturb_eps", "eps", "hessian_power"):
-        value = group[name]
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"SASSHA: {name} is a tensor of shape {tuple(value.shape)}, expected one element")
-        _check_number(name, value)
-    betas = group["betas"]
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"SASSHA: betas is {betas!r}, expected two numbers")
-    for i, beta in enumerate(betas):
-        _check_number(f"betas[{i}]", beta, below=1.0)
-
-
-def _check_param(param: Any, i: int) -> None:
-    if not isinstance(param, Tensor):
-        return  # torch's own error names the type
-    if param.is_complex() or not param.is_floating_point():
-        raise ValueError(f"SASSHA: parameter {i} is {param.dtype}, expected a real floating-point dtype")
-    if param.layout != torch.strided:
-        raise ValueError(f"SASSHA: parameter {i} has layout {param.layout}, expected a dense tensor")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .checks import check_group
 from .reference import compute_dtype
 from .scalars import integer_power
 
@@ -17,10 +18,13 @@ __all__ = [
     "HESSIAN",
     "HESSIAN_STEP",
     "STEP",
+    "UPSTREAM_CLOCK",
     "adopt_clock",
+    "check_checkpoint",
     "check_entry",
     "from_upstream",
     "new_state",
+    "placed",
 ]
 
 STEP = "step"  # t: steps that this parameter has taken
@@ -94,3 +98,53 @@ def check_entry(entry: Mapping[str, Any], param: Tensor, name: str) -> None:
                 f"load_state_dict: {key!r} of {name} is {found}, expected a tensor of shape {tuple(param.shape)}; "
                 "load it into the model that it was saved from"
             )
+
+
+def check_checkpoint(
+    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], lazy_hessian: int
+) -> dict[str, Any]:
+    """A copy of a checkpoint in our form.
+
+    Raises:
+        ValueError: If it is not one of ours or of the authors', or does not fit these parameters.
+    """
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        found = sorted(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
+        raise ValueError(f"load_state_dict: found {found}, expected a dict with 'state' and 'param_groups'")
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    sizes, expected = [len(g["params"]) for g in groups], [len(g["params"]) for g in param_groups]
+    if sizes != expected:
+        raise ValueError(
+            f"load_state_dict: the checkpoint has groups of {sizes} parameters, the optimizer of {expected}; "
+            "build the optimizer with the groups that were saved"
+        )
+    state: dict[Any, dict[str, Any]] = {}
+    for saved, group in zip(groups, param_groups, strict=True):
+        missing = sorted({"lr", "betas", "weight_decay", "eps", "perturb_eps"} - saved.keys())
+        if missing:
+            raise ValueError(
+                f"load_state_dict: a parameter group lacks {missing}; it was not written by a SASSHA optimizer"
+            )
+        for key, value in group.items():
+            saved.setdefault(key, value)
+        check_group(saved)
+        for number, (index, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
+            entry = dict(state_dict["state"].get(index, {}))
+            if UPSTREAM_CLOCK in entry:
+                entry = from_upstream(entry, saved, lazy_hessian)
+            if entry:
+                check_entry(entry, p, f"parameter {number}")
+                state[index] = entry
+    stray = sorted(set(state_dict["state"]) - {i for g in groups for i in g["params"]}, key=str)
+    if stray:
+        raise ValueError(f"load_state_dict: state of {stray} belongs to no parameter; the checkpoint is damaged")
+    return {"state": state, "param_groups": groups}
+
+
+def placed(entry: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """A loaded state with its tensors in memory of their own, in the parameter's layout and the state's dtype."""
+    state = new_state(param)
+    state[EXP_AVG].copy_(entry[EXP_AVG])
+    state[HESSIAN].copy_(entry[HESSIAN])
+    state.update({STEP: int(entry[STEP]), HESSIAN_STEP: int(entry[HESSIAN_STEP]), BIAS2: float(entry[BIAS2])})
+    return state

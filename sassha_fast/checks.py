@@ -1,0 +1,69 @@
+"""Checks of arguments. Each error names the subject, the value and what was expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_choice", "check_count", "check_group", "check_number", "check_param", "check_single_process"]
+
+
+def check_number(name: str, value: Any, below: float = math.inf) -> None:
+    """Raises ValueError unless ``value`` is finite, not negative and less than ``below``."""
+    number = float(value)
+    if not 0.0 <= number < below or not math.isfinite(number):
+        limit = "" if below == math.inf else f" below {below:g}"
+        raise ValueError(f"SASSHA: {name} is {value}, expected a finite number from 0{limit}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises ValueError unless ``value`` is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"SASSHA: {name} is {value!r}, expected an integer of at least 1")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"SASSHA: {name} is {value!r}, expected one of {list(choices)}")
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the hyperparameters of a parameter group are good."""
+    for name in ("lr", "weight_decay", "rho", "perturb_eps", "eps", "hessian_power"):
+        value = group[name]
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"SASSHA: {name} is a tensor of shape {tuple(value.shape)}, expected one element")
+        check_number(name, value)
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"SASSHA: betas is {betas!r}, expected two numbers")
+    for i, beta in enumerate(betas):
+        check_number(f"betas[{i}]", beta, below=1.0)
+
+
+def check_param(param: Any, i: int) -> None:
+    """Raises ValueError for a parameter that is sparse, complex or not floating point."""
+    if not isinstance(param, Tensor):
+        return  # torch's own error names the type
+    if param.is_complex() or not param.is_floating_point():
+        raise ValueError(f"SASSHA: parameter {i} is {param.dtype}, expected a real floating-point dtype")
+    if param.layout != torch.strided:
+        raise ValueError(f"SASSHA: parameter {i} has layout {param.layout}, expected a dense tensor")
+
+
+def check_single_process() -> None:
+    """Raises where gradients would have to be reduced over processes."""
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise RuntimeError(
+            f"SASSHA.step: this process is one of {torch.distributed.get_world_size()}, and this release does not "
+            "reduce gradients and products over processes; train in one process"
+        )
