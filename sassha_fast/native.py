@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .accessors import address, is_contiguous
 from .passes import Members, Passes, Product, check_grads
 from .scalars import StepScalars
 
@@ -25,8 +26,6 @@ ROW_WORDS = 13
 OWNS_BUFFER, SIGNED_PRODUCT = 1, 2
 
 T = TypeVar("T")
-_address = torch._C.TensorBase.data_ptr
-_is_contiguous = torch._C.TensorBase.is_contiguous
 
 
 def fits_kernels(weight: Tensor) -> bool:
@@ -54,7 +53,7 @@ class NativePasses(Passes):
         self.rest = Passes(members.take(odd)) if odd else None
         own = members.take(self.native)
         self.weights = own.weights
-        self.all_row_major = not odd and all(map(_is_contiguous, own.weights))
+        self.all_row_major = not odd and all(map(is_contiguous, own.weights))
         self.table = torch.zeros(len(self.native), ROW_WORDS, dtype=torch.int64)
         self.table[:, INDEX] = torch.tensor(own.indices, dtype=torch.int64)
         self.table[:, GROUP] = torch.tensor(own.groups, dtype=torch.int64)
@@ -79,9 +78,9 @@ class NativePasses(Passes):
 
     def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
         """See :meth:`Passes.bind_grads`. Gradients in another layout are copied into the parameter's."""
-        if self.checked and not overwrite and self.all_row_major and all(map(_is_contiguous, grads)):
+        if self.checked and not overwrite and self.all_row_major and all(map(is_contiguous, grads)):
             # Nothing to find out about the gradients but where they are, which is cheaper than handing them over.
-            addresses = array("q", map(_address, grads))
+            addresses = array("q", map(address, grads))
             self.table[:, GRAD] = torch.frombuffer(addresses, dtype=torch.int64)
             self.grads = grads
             return

@@ -5,20 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from itertools import chain, compress, repeat
 from operator import contains, is_, is_not, itemgetter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from . import backends, reference, schedules
+from .accessors import IDLE_REFCOUNT, grad, no_grad, requires_grad, set_grad, weights_moved
 from .checks import check_choice, check_count, check_group, check_number, check_param, check_single_process
 from .passes import Product
 from .plan import Plan
-from .scalars import StepScalars, step_scalars
+from .scalars import cohort_scalars
 from .state import BIAS2, HESSIAN_STEP, STEP, UPSTREAM_CLOCK, adopt_clock, check_checkpoint, new_state, placed
 from .stats import Stats
 
@@ -38,40 +37,6 @@ _CONFIG = (
     "hessian_power_scheduler",
     "rho_scheduler",
 )
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _idle_refcount() -> int:
-    """What ``sys.getrefcount`` says, inside a ``map`` over a list, of a gradient that nobody else holds."""
-    param = torch.zeros(1, requires_grad=True)
-    param.grad = torch.zeros(1)
-    grads = [p.grad for p in (param,)]
-    return next(map(sys.getrefcount, grads))
-
-
-_IDLE_REFCOUNT = _idle_refcount()
-# What p.grad and g.requires_grad call, without looking it up for every tensor.
-_grad: Callable[[Tensor], Tensor | None] = torch._C.TensorBase.__dict__["grad"].__get__
-_set_grad: Callable[[Tensor, None], None] = torch._C.TensorBase.__dict__["grad"].__set__
-_requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
-
-
-def _no_grad(method: Callable[P, R]) -> Callable[P, R]:
-    """``torch.no_grad`` for methods that are called every step: the same switch with a tenth of the overhead."""
-
-    @wraps(method)
-    def without_grad(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            return method(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
-
-    return without_grad
 
 
 @dataclass(frozen=True)
@@ -228,7 +193,7 @@ class SASSHA(Optimizer):
     def _gather(self) -> tuple[Plan | None, list[Tensor]]:
         """The plan for the parameters that have gradients, and these gradients."""
         params = self._parameters()
-        grads = list(map(_grad, params))
+        grads = list(map(grad, params))
         if all(map(is_not, grads, repeat(None))):
             key = None
         else:
@@ -321,7 +286,7 @@ class SASSHA(Optimizer):
 
     # ---- the three calls ----------------------------------------------------------------------------------------
 
-    @_no_grad
+    @no_grad
     def perturb_weights(self, zero_grad: bool = True) -> None:
         """Climbs to x + ε from the gradients of the first backward pass.
 
@@ -335,10 +300,10 @@ class SASSHA(Optimizer):
         if plan is None:
             raise RuntimeError("SASSHA.perturb_weights: no parameter has a gradient; run loss.backward() first")
         idle: bool | list[bool] = zero_grad
-        if any(map(_requires_grad, grads)):
+        if any(map(requires_grad, grads)):
             grads, idle = [g.detach() for g in grads], False
-        elif zero_grad and max(map(sys.getrefcount, grads)) > _IDLE_REFCOUNT:
-            idle = [count <= _IDLE_REFCOUNT for count in map(sys.getrefcount, grads)]
+        elif zero_grad and max(map(sys.getrefcount, grads)) > IDLE_REFCOUNT:
+            idle = [count <= IDLE_REFCOUNT for count in map(sys.getrefcount, grads)]
         plan.bind_grads(grads, overwrite=True)
         self._time = self._clock()
         rho = self._next_rho()
@@ -348,11 +313,11 @@ class SASSHA(Optimizer):
         plan.perturb(scales, adaptive=self.adaptive, take_grads=idle, seed=self.seed, draw=self._time)
         self._ascent, self._ascended = plan, True
         self.stats.square_sums, self.stats.scales = square_sums, scales
-        _weights_moved(plan.params)
+        weights_moved(plan.params)
         if zero_grad:
-            any(map(_set_grad, self._flat, repeat(None)))  # for all p: p.grad = None
+            any(map(set_grad, self._flat, repeat(None)))  # for all p: p.grad = None
 
-    @_no_grad
+    @no_grad
     def unperturb(self) -> None:
         """Restores x, bit for bit; on a refresh, first takes the Hessian-vector products at x + ε.
 
@@ -368,7 +333,7 @@ class SASSHA(Optimizer):
             ascent, self._ascent = self._ascent, None
             ascent.restore()
             if not upstream:  # there, the graph is still to be used, with weights that it did not see
-                _weights_moved(ascent.params)
+                weights_moved(ascent.params)
 
     def _curvature_on_ascent(self) -> _Curvature:
         if not self.hessian_due:
@@ -379,7 +344,7 @@ class SASSHA(Optimizer):
         finally:
             self._detach_grads(grads)
 
-    @_no_grad
+    @no_grad
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Updates the parameters from the gradients of the last backward pass.
 
@@ -409,11 +374,11 @@ class SASSHA(Optimizer):
         """Whether this is torch.distributed.checkpoint creating state: lr 0, no ascent, no graph, no state yet."""
         if self.state or self._ascended or any(float(group["lr"]) != 0.0 for group in self.param_groups):
             return False
-        return not any(map(_requires_grad, grads))
+        return not any(map(requires_grad, grads))
 
     def _detach_grads(self, grads: list[Tensor]) -> None:
         """Cuts gradients off their graph: together with their parameters they are a cycle that would leak."""
-        if any(map(_requires_grad, grads)):
+        if any(map(requires_grad, grads)):
             for p in self._flat:
                 if p.grad is not None and p.grad.requires_grad:
                     p.grad = p.grad.detach()
@@ -430,47 +395,30 @@ class SASSHA(Optimizer):
 
     def _update(self, plan: Plan, found: dict[int, Product] | None) -> None:
         clock = self._clock()
+        self._next_power()
         states = self._states(plan)
         plan.bind_state(states)
-        self._next_power()
         products = None if found is None else [found.get(id(p)) for p in plan.params]
-        scalars, cohorts = self._cohorts(plan, states, products)
+        scalars, cohorts = cohort_scalars(
+            self.param_groups,
+            plan.groups,
+            plan.spans,
+            list(map(itemgetter(STEP), states)),
+            list(map(itemgetter(BIAS2), states)),
+            [False] * len(states) if products is None else list(map(is_not, products, repeat(None))),
+            samples=self.n_samples,
+            bias_correction=self.bias_correction,
+        )
         tallies = plan.step(scalars, cohorts, products, self.seed, clock * self.n_samples)
-        _weights_moved(plan.params)
-        advance = True
-        if products is not None:
-            assert tallies is not None
-            advance = self._record_refresh(states, products, [scalars[c].bias2 for c in cohorts], tallies)
+        weights_moved(plan.params)
+        next_clock = clock + 1
+        if products is not None and tallies is not None:
+            succeeded = self._record_refresh(states, products, [scalars[c].bias2 for c in cohorts], tallies)
+            if not succeeded and clock % self.lazy_hessian == 0:
+                next_clock = clock  # a scheduled refresh that failed is still due
         for entry in states:
             entry[STEP] += 1
-            entry[HESSIAN_STEP] = clock + 1 if advance else clock
-
-    def _cohorts(
-        self, plan: Plan, states: list[dict[str, Any]], products: Sequence[Product | None] | None
-    ) -> tuple[list[StepScalars], list[int]]:
-        """Scalars for every kind of parameter there is, and the kind of each parameter."""
-        steps, bias2 = list(map(itemgetter(STEP), states)), list(map(itemgetter(BIAS2), states))
-        refreshed = [False] * len(states) if products is None else list(map(is_not, products, repeat(None)))
-        samples = 1 if products is None else self.n_samples
-
-        def scalars_of(group: int, step: int, bias2: float, refresh: bool) -> StepScalars:
-            return step_scalars(
-                self.param_groups[group],
-                step + 1,
-                bias2,
-                refresh=refresh,
-                samples=samples,
-                bias_correction=self.bias_correction,
-            )
-
-        if all(_alike(column[span]) for span in plan.spans.values() for column in (steps, bias2, refreshed)):
-            # The usual case: a group is a cohort. Groups without gradients get scalars that nobody reads.
-            firsts = [plan.spans.get(g, slice(0, 1)).start for g in range(len(self.param_groups))]
-            return [scalars_of(g, steps[i], bias2[i], refreshed[i]) for g, i in enumerate(firsts)], plan.groups
-        numbers: dict[tuple[int, int, float, bool], int] = {}
-        keys = zip(plan.groups, steps, bias2, refreshed, strict=True)
-        cohorts = [numbers.setdefault(key, len(numbers)) for key in keys]
-        return [scalars_of(*key) for key in numbers], cohorts
+            entry[HESSIAN_STEP] = next_clock
 
     def _record_refresh(
         self, states: list[dict[str, Any]], products: Sequence[Product | None], bias2: list[float], tallies: Tensor
@@ -522,7 +470,7 @@ class SASSHA(Optimizer):
         self._clock()  # takes over clocks under the authors' key
         return super().state_dict()
 
-    @_no_grad
+    @no_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this optimizer or of the authors'.
 
@@ -549,13 +497,3 @@ class SASSHA(Optimizer):
         if "lazy_hessian" in state or not hasattr(self, "_plans"):
             self._reset()
         super().__setstate__(state)
-
-
-def _alike(values: list[Any]) -> bool:
-    return values.count(values[0]) == len(values)
-
-
-def _weights_moved(params: list[Tensor]) -> None:
-    """Tells autograd that weights changed, and autocast that its copies of them are stale."""
-    torch._C._increment_version(params)  # what torch.autograd.graph.increment_version calls
-    torch.clear_autocast_cache()

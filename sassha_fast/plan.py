@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import backends
+from .accessors import address
 from .hutchinson import exact_products
 from .passes import Members, Passes, Product
 from .scalars import StepScalars
@@ -23,7 +24,6 @@ from .state import EXP_AVG, HESSIAN
 __all__ = ["Plan"]
 
 T = TypeVar("T")
-_address = torch._C.TensorBase.data_ptr
 
 
 class Plan:
@@ -44,7 +44,7 @@ class Plan:
         # Parameters come group by group: the slice that each group takes of every list.
         starts = [bisect_left(groups, g) for g in range(n_groups + 1)]
         self.spans = {g: slice(starts[g], starts[g + 1]) for g in range(n_groups) if starts[g] < starts[g + 1]}
-        self.addresses = list(map(_address, params))
+        self.addresses = list(map(address, params))
         members = Members([p.data for p in params], indices, groups, n_groups, names)
         by_device: dict[torch.device, list[int]] = {}
         for i, p in enumerate(params):
@@ -59,7 +59,7 @@ class Plan:
 
     def is_current(self) -> bool:
         """Whether the parameters still lie where they lay: ``p.data = ...`` and ``model.to()`` move them."""
-        return list(map(_address, self.params)) == self.addresses
+        return list(map(address, self.params)) == self.addresses
 
     def _split(self, values: Sequence[T], positions: list[int]) -> list[T]:
         if len(self.parts) == 1:
@@ -74,7 +74,7 @@ class Plan:
     def bind_state(self, states: list[dict[str, Any]]) -> None:
         """Hands m and D to the passes, unless they have them already."""
         tensors = [list(map(itemgetter(key), states)) for key in (EXP_AVG, HESSIAN)]
-        addresses = [list(map(_address, column)) for column in tensors]
+        addresses = [list(map(address, column)) for column in tensors]
         if len(self.states) == len(states) and all(map(is_, states, self.states)) and addresses == self.state_addresses:
             return
         for passes, positions in self.parts:

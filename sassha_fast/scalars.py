@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["StepScalars", "integer_power", "step_scalars"]
+__all__ = ["StepScalars", "cohort_scalars", "integer_power", "step_scalars"]
 
 
 class StepScalars(NamedTuple):
@@ -70,3 +70,50 @@ def step_scalars(
         power=float(group["hessian_power"]),
         samples=float(samples),
     )
+
+
+def cohort_scalars(
+    param_groups: Sequence[Mapping[str, Any]],
+    groups: list[int],
+    spans: Mapping[int, slice],
+    steps: list[int],
+    bias2: list[float],
+    refreshed: list[bool],
+    *,
+    samples: int,
+    bias_correction: bool,
+) -> tuple[list[StepScalars], list[int]]:
+    """Sorts parameters into cohorts that share a group, a step count, a correction and whether they are refreshed.
+
+    Args:
+        param_groups: All parameter groups.
+        groups: Group of each parameter, ascending.
+        spans: The slice of the parameters that each group takes.
+        steps: Steps that each parameter has taken.
+        bias2: 1 − β2^t of each parameter's last refresh.
+        refreshed: Whether this step refreshes it.
+        samples: Probes summed in a signed product.
+        bias_correction: See :func:`step_scalars`.
+
+    Returns:
+        The scalars of each cohort, and the cohort of each parameter.
+    """
+
+    def scalars_of(group: int, step: int, bias2: float, refresh: bool) -> StepScalars:
+        n = samples if refresh else 1
+        return step_scalars(
+            param_groups[group], step + 1, bias2, refresh=refresh, samples=n, bias_correction=bias_correction
+        )
+
+    if all(_alike(column[span]) for span in spans.values() for column in (steps, bias2, refreshed)):
+        # The usual case: a group is a cohort. Groups without gradients get scalars that nobody reads.
+        firsts = [spans.get(g, slice(0, 1)).start for g in range(len(param_groups))]
+        return [scalars_of(g, steps[i], bias2[i], refreshed[i]) for g, i in enumerate(firsts)], groups
+    numbers: dict[tuple[int, int, float, bool], int] = {}
+    keys = zip(groups, steps, bias2, refreshed, strict=True)
+    cohorts = [numbers.setdefault(key, len(numbers)) for key in keys]
+    return [scalars_of(*key) for key in numbers], cohorts
+
+
+def _alike(values: list[Any]) -> bool:
+    return values.count(values[0]) == len(values)

@@ -7,6 +7,7 @@ from torch.func import functional_call, hessian
 from training import BACKENDS, assert_same_bits, make_loss, make_net, same_bits, snapshot, three_calls
 
 from sassha_fast import SASSHA, ops, reference
+from sassha_fast.scalars import integer_power
 
 NAN, INF = float("nan"), float("inf")
 
@@ -116,6 +117,18 @@ def test_a_parameter_whose_first_gradient_comes_between_refreshes_waits_for_its_
     assert torch.isfinite(late).all()
     assert same_bits(opt.state[early]["exp_hessian_diag"], kept)
     three_calls(opt, both, create_graph=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_latecomer_whose_products_fail_does_not_stop_the_clock_of_the_others(backend):
+    early, late = (torch.nn.Parameter(torch.rand(50) + 1.0) for _ in range(2))
+    opt = SASSHA([early, late], lr=0.01, rho=0.1, lazy_hessian=3, backend=backend)
+    three_calls(opt, lambda: (early**4).sum())
+    for _ in range(3):
+        three_calls(opt, lambda: (early**4).sum() + Poison.apply(late, torch.full((50,), NAN)).sum())
+    assert opt.state[early]["hessian_step"] == 4
+    assert opt.state[early]["bias_correction2"] == 1.0 - integer_power(0.999, 4)
+    assert opt.state[late]["bias_correction2"] == 0.0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -227,3 +227,4 @@ def test_a_schedule_that_gives_a_bad_value_is_named():
     with pytest.raises(ValueError, match=r"hessian_power is -1\.0"):
         three_calls(opt, make_loss(net))
     assert_same_bits(snapshot(net), weights)
+    assert not opt.state
