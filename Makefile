@@ -9,10 +9,10 @@ SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp bench/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help build test demo bench lint format wheel report clean
+.PHONY: help build test test-large demo bench lint format wheel report clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 $(INSTALLED): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ build: $(BUILT) ## set up .venv and build the native library, incrementally
 
 test: $(BUILT) ## run the tests
 	$(BIN)/python -m pytest tests
+
+test-large: $(BUILT) ## run the tests that need 14 GB of memory
+	$(BIN)/python -m pytest tests -m slow
 
 demo: $(BUILT) ## train digits with AdamW, SAM and SASSHA side by side
 	$(BIN)/python -m examples.digits

@@ -46,7 +46,7 @@ def resumed(saved_after, backend, dtype, **options):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("saved_after", [4, 6], ids=["before_a_refresh", "between_refreshes"])
+@pytest.mark.parametrize("saved_after", [4, 5, 7], ids=["before_a_refresh", "after_a_refresh", "between_refreshes"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_interrupted_and_resumed_equals_uninterrupted(backend, saved_after, dtype):
     net = make_net(dtype)

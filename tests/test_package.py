@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from training import make_batch, make_net, snapshot
 
 import sassha_fast
 
@@ -45,6 +47,16 @@ def test_the_demo_runs():
     output = run("-m", "examples.digits", "--epochs", "1", "--seeds", "1")
     for name in ("AdamW", "SAM", "SASSHA", "GC/step", "Hessian trace"):
         assert name in output
+
+
+def test_the_loop_of_the_readme_runs():
+    block = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    net, (x, y) = make_net(), make_batch()
+    before = snapshot(net)
+    scope = {"model": net, "loader": [(x, y)] * 3, "loss_fn": torch.nn.functional.cross_entropy}
+    exec(block, scope)
+    assert scope["opt"].state[net[0].weight]["step"] == 3
+    assert not torch.equal(net[0].weight, before[0])
 
 
 def test_version_is_the_same_everywhere():
