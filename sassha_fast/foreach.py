@@ -52,8 +52,12 @@ class ForeachPasses(Passes):
         products: Sequence[Product | None] | None,
         seed: int,
         draw: int,
+        *,
+        restore: bool = False,
     ) -> Tensor | None:
         """See :meth:`Passes.step`."""
+        if restore:
+            self.restore()
         curvatures: Sequence[Tensor | None] = [None] * len(cohorts)
         tallies = None
         if products is not None:

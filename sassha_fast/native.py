@@ -160,6 +160,8 @@ class NativePasses(Passes):
         products: Sequence[Product | None] | None,
         seed: int,
         draw: int,
+        *,
+        restore: bool = False,
     ) -> Tensor | None:
         """See :meth:`Passes.step`."""
         if cohorts is not self.cohorts and cohorts != self.cohorts:
@@ -168,15 +170,17 @@ class NativePasses(Passes):
         numbers = list(chain.from_iterable(scalars))
         if products is None:
             tallies: Tensor | None = None
-            self.ops.table_step(self.table, numbers, True)
+            self.ops.table_step(self.table, numbers, not restore)
         else:
             self._bind_products(self._pick(products))
-            tallies = self.ops.table_refresh_step(self.table, numbers, True, seed, draw)
+            tallies = self.ops.table_refresh_step(self.table, numbers, not restore, seed, draw)
             self.table[:, PRODUCT] = 0
         self.grads, self.keep = [], []
+        if restore:
+            self.backups = []
         if self.rest is not None:
             mine = None if products is None else [products[i] for i in self.odd]
-            rest = self.rest.step(scalars, [cohorts[i] for i in self.odd], mine, seed, draw)
+            rest = self.rest.step(scalars, [cohorts[i] for i in self.odd], mine, seed, draw, restore=restore)
             if rest is not None and tallies is not None:
                 both = torch.zeros(len(cohorts), rest.shape[1], dtype=torch.float64)
                 both[self.native], both[self.odd] = tallies, rest

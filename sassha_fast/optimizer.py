@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
 from operator import contains, is_, is_not, itemgetter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import backends, reference, schedules
 from .accessors import IDLE_REFCOUNT, grad, no_grad, requires_grad, set_grad, weights_moved
 from .checks import check_choice, check_count, check_group, check_number, check_param, check_single_process
+from .closures import closure_step
+from .contexts import CreateGraph, RandomState, frozen_batchnorm, refresh_context
 from .passes import Product
 from .plan import Plan
 from .scalars import cohort_scalars
@@ -160,6 +163,46 @@ class SASSHA(Optimizer):
         self._ascended = False  # whether perturb_weights was called since the last step
         self._time: int | None = None  # the clock, from perturb_weights to the end of the step
         self._curvature: _Curvature | None = None
+        self._random: RandomState | None = None  # of the step's first pass, for replay_rng
+        self._wants_graph = True  # whether the running pass of a closure is the one that is differentiated again
+        self._model: nn.Module | None = None
+
+    # ---- the model ----------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module) -> None:
+        """Names the model that closures run: its BatchNorm statistics then move once per step.
+
+        Not part of checkpoints and copies; call it again on a new optimizer.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"SASSHA.attach: model is {type(model).__name__}, expected a torch.nn.Module")
+        self._model = model
+
+    def frozen_batchnorm(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """For the second pass of hand-written loops: BatchNorm uses the batch and keeps its running statistics."""
+        target = self._model if model is None else model
+        if target is None:
+            raise ValueError("SASSHA.frozen_batchnorm: no model is known; pass it, or call attach(model) before")
+        return frozen_batchnorm(target)
+
+    def refresh_context(self) -> AbstractContextManager[None]:
+        """For all passes of a refresh step in hand-written loops: only operations that have a double backward."""
+        return refresh_context(self._model)
+
+    @contextmanager
+    def replay_rng(self) -> Iterator[None]:
+        """For both passes of hand-written loops: the second one draws the random numbers (dropout) of the first."""
+        if self._random is None:
+            self._random = RandomState(p.device for p in self._parameters())
+        else:
+            self._random.restore()
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """``loss.backward()``, with a graph where the coming step needs one. For closures and hand-written loops."""
+        due = self.hessian_due and self._wants_graph
+        with CreateGraph() if due else nullcontext():
+            loss.backward()  # type: ignore[no-untyped-call]
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 
@@ -295,6 +338,9 @@ class SASSHA(Optimizer):
         """
         if self._ascent is not None:
             raise RuntimeError("SASSHA.perturb_weights: the weights are perturbed already; call unperturb() first")
+        self._ascend(self._next_rho(), zero_grad=zero_grad)
+
+    def _ascend(self, rho: list[float], *, zero_grad: bool) -> None:
         self._curvature = self._time = None
         plan, grads = self._gather()
         if plan is None:
@@ -306,7 +352,6 @@ class SASSHA(Optimizer):
             idle = [count <= IDLE_REFCOUNT for count in map(sys.getrefcount, grads)]
         plan.bind_grads(grads, overwrite=True)
         self._time = self._clock()
-        rho = self._next_rho()
         square_sums = plan.square_sums(adaptive=self.adaptive)
         signed = [-r if group["maximize"] else r for r, group in zip(rho, self.param_groups, strict=True)]
         scales = reference.ascent_scales(square_sums, signed, [group["perturb_eps"] for group in self.param_groups])
@@ -345,30 +390,46 @@ class SASSHA(Optimizer):
             self._detach_grads(grads)
 
     @no_grad
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Updates the parameters from the gradients of the last backward pass.
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Tensor | float] | None = None,
+        *,
+        hessian_closure: Callable[[], Tensor | float] | None = None,
+    ) -> Tensor | float | None:
+        """Takes a step: from the gradients that are there, or with a closure from beginning to end.
 
-        Without :meth:`perturb_weights` before it, this is a step with ρ = 0.
+        Args:
+            closure: Zeroes gradients, runs forward and backward passes and returns the loss. It is called once at x
+                and once at x + ε, under ``enable_grad``, with the same random numbers; BatchNorm statistics of an
+                attached model move once. A plain ``loss.backward()`` is enough on refreshes too. With ρ = 0 it is
+                called once.
+            hessian_closure: On refreshes, computes the products from another, usually smaller, batch.
+
+        Returns:
+            The loss of the closure's first call.
+
+        Without a closure and without :meth:`perturb_weights` before it, this is a step with ρ = 0.
         """
-        if closure is not None:
-            raise TypeError(
-                f"SASSHA.step: closure is {closure!r}, but a step is three calls: perturb_weights() after the first "
-                "backward pass, unperturb() after the second, then step()"
-            )
         if self._ascent is not None:
             raise RuntimeError("SASSHA.step: the weights are still perturbed; call unperturb() first")
         check_single_process()
+        if closure is not None:
+            return closure_step(self, closure, hessian_closure)
+        if hessian_closure is not None:
+            raise TypeError("SASSHA.step: hessian_closure was given without closure; pass both")
         plan, grads = self._gather()
-        if plan is None:
-            return
-        if self._is_priming(grads):
+        if plan is not None and self._is_priming(grads):
             self._states(plan)
-            return
-        plan.bind_grads(grads)
-        curvature = self._curvature or self._curvature_at(plan, grads, "step")
-        self._detach_grads(grads)
-        self._update(plan, curvature.products)
-        self._curvature, self._time, self._ascended = None, None, False
+        elif plan is not None:
+            plan.bind_grads(grads)
+            curvature = self._curvature or self._curvature_at(plan, grads, "step")
+            self._detach_grads(grads)
+            self._update(plan, curvature.products)
+        self._end_of_step()
+        return None
+
+    def _end_of_step(self) -> None:
+        self._curvature, self._time, self._random, self._ascended = None, None, None, False
 
     def _is_priming(self, grads: list[Tensor]) -> bool:
         """Whether this is torch.distributed.checkpoint creating state: lr 0, no ascent, no graph, no state yet."""
@@ -393,7 +454,8 @@ class SASSHA(Optimizer):
                 self.state[p] = states[i] = new_state(p)
         return states  # type: ignore[return-value]
 
-    def _update(self, plan: Plan, found: dict[int, Product] | None) -> None:
+    def _update(self, plan: Plan, found: dict[int, Product] | None, *, restore: bool = False) -> None:
+        """The update; with ``restore``, from x in the backups of the plan's ascent, which it undoes on its way."""
         clock = self._clock()
         self._next_power()
         states = self._states(plan)
@@ -409,7 +471,7 @@ class SASSHA(Optimizer):
             samples=self.n_samples,
             bias_correction=self.bias_correction,
         )
-        tallies = plan.step(scalars, cohorts, products, self.seed, clock * self.n_samples)
+        tallies = plan.step(scalars, cohorts, products, self.seed, clock * self.n_samples, restore=restore)
         weights_moved(plan.params)
         next_clock = clock + 1
         if products is not None and tallies is not None:

@@ -157,6 +157,8 @@ class Passes:
         products: Sequence[Product | None] | None,
         seed: int,
         draw: int,
+        *,
+        restore: bool = False,
     ) -> Tensor | None:
         """The update.
 
@@ -166,11 +168,14 @@ class Passes:
             products: On a refresh, the product of each member or None where it is not refreshed.
             seed: Key of the signs of unsigned products.
             draw: Draw of those signs.
+            restore: Take x from the backups of the ascent, which is undone on the way.
 
         Returns:
             On a refresh a float64 tensor [members, 3]: Σ z⊙Hz over finite elements, how many of them are negative,
             and how many there are.
         """
+        if restore:
+            self.restore()
         tallies = []
         for i, weight in enumerate(self.members.weights):
             product = products[i] if products is not None else None

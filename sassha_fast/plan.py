@@ -142,12 +142,14 @@ class Plan:
         products: Sequence[Product | None] | None,
         seed: int,
         draw: int,
+        *,
+        restore: bool = False,
     ) -> Tensor | None:
         """Updates every parameter. On a refresh, returns what each one's products looked like (see ``Passes.step``)."""
         tallies = []
         for passes, positions in self.parts:
             mine = None if products is None else self._split(products, positions)
-            tallies.append(passes.step(scalars, self._split(cohorts, positions), mine, seed, draw))
+            tallies.append(passes.step(scalars, self._split(cohorts, positions), mine, seed, draw, restore=restore))
         if products is None:
             return None
         if len(tallies) == 1:

@@ -81,10 +81,15 @@ def test_parameters_that_are_sparse_or_not_real_are_refused(param, message):
         SASSHA([param])
 
 
-def test_a_closure_is_refused_with_the_three_calls():
+def test_a_hessian_closure_alone_is_refused():
     opt = SASSHA(make_net().parameters())
-    with pytest.raises(TypeError, match=r"a step is three calls: perturb_weights\(\)"):
-        opt.step(lambda: None)
+    with pytest.raises(TypeError, match="hessian_closure was given without closure"):
+        opt.step(hessian_closure=lambda: None)
+
+
+def test_attach_wants_a_module():
+    with pytest.raises(TypeError, match=r"model is int, expected a torch\.nn\.Module"):
+        SASSHA(make_net().parameters()).attach(3)
 
 
 class Scene:
