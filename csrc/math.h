@@ -79,6 +79,12 @@ SASSHA_HD C momentum(C m, C g, const StepScalars<C>& s) {
   return s.beta1 * m + s.one_minus_beta1 * g;
 }
 
+// Hz = (g(x + eps + h z) - g(x + eps)) / h
+template <typename C>
+SASSHA_HD C finite_difference(C probed, C g, const StepScalars<C>& s) {
+  return (probed - g) / s.probe;
+}
+
 // D = beta2 D + (1 - beta2) |H|. D starts at -0: its sign bit says that no curvature is known yet, and adding the
 // first finite |H| clears it.
 template <typename C>

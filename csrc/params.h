@@ -15,6 +15,7 @@ enum DType : int64_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 }
 enum Flag : int64_t {
   kOwnsBuffer = 1,     // covers its whole storage and overlaps no other tensor of the list
   kSignedProduct = 2,  // Row::product already holds z * Hz (or a mean of such), not Hz
+  kProbeGradient = 4,  // Row::product holds the gradient at x + eps + h z, from which Hz is (product - grad) / h
 };
 
 struct Row {
@@ -49,6 +50,7 @@ struct StepScalars {
   C step_size;  // lr / (1 - beta1^t)
   C power;      // exponent of the curvature
   C samples;    // probes in the sum held by Row::product
+  C probe;      // h, the length of a finite-difference probe per element
 };
 constexpr int64_t kStepScalarWords = sizeof(StepScalars<double>) / sizeof(double);
 

@@ -23,33 +23,48 @@ def closure_step(opt: SASSHA, closure: Closure, hessian_closure: Closure | None)
     """All passes of one step. An exception in a closure restores weights, BatchNorm and random numbers."""
     opt._curvature = opt._time = None
     rho = opt._next_rho()
-    ascends = any(r != 0.0 for r in rho) or any(isinstance(group["rho"], Tensor) for group in opt.param_groups)
     random = RandomState(p.device for p in opt._parameters())
     statistics = RunningStatistics.of(opt._model) if opt._model is not None else None
     try:
         # On a refresh also the first pass avoids what has no double backward: compiled and eager dropout, say, draw
         # different masks from one seed.
-        with refresh_context(opt._model) if opt.hessian_due else nullcontext():
-            loss = _run(opt, closure, differentiated=not ascends and hessian_closure is None)
-            if ascends:
-                opt._ascend(rho, zero_grad=True)
-                loss = _descent_pass(opt, closure, random, loss, differentiated=hessian_closure is None)
-            _finish(opt, hessian_closure, random)
+        with refresh_context(opt._model) if opt.hvp == "exact" and opt.hessian_due else nullcontext():
+            return _all_passes(opt, rho, closure, hessian_closure, random)
     except BaseException:
-        if opt._ascent is not None:
-            ascent, opt._ascent = opt._ascent, None
+        ascent, opt._ascent = opt._ascent, None
+        if ascent is not None:
             ascent.restore()
         random.restore()
         if statistics is not None:
             statistics.restore()
         opt._end_of_step()
         raise
+
+
+def _all_passes(
+    opt: SASSHA, rho: list[float], closure: Closure, hessian_closure: Closure | None, random: RandomState
+) -> Tensor | float:
+    ascends = any(r != 0.0 for r in rho) or any(isinstance(group["rho"], Tensor) for group in opt.param_groups)
+    graph = hessian_closure is None  # the descent pass is the one to differentiate again
+    loss = _run(opt, closure, differentiated=graph and not ascends)
+    if ascends or (opt.hvp != "exact" and opt.hessian_due):  # a probe needs the way back of an ascent, if of length 0
+        opt._ascend(rho, zero_grad=ascends)
+    if ascends:
+        second = _replayed(opt, closure, random, differentiated=graph)
+        gap = second - loss
+        opt.stats.ascent_gap = gap.double() if isinstance(gap, Tensor) else torch.tensor(gap, dtype=torch.float64)
+    curvature = None
+    if opt.probes_due:
+        curvature = _probed(opt, closure, hessian_closure, random)
+    elif hessian_closure is not None and opt.hessian_due:
+        curvature = _differentiated(opt, hessian_closure, random)
+    _finish(opt, curvature)
     return loss
 
 
 def _run(opt: SASSHA, closure: Closure, *, differentiated: bool) -> Tensor | float:
     """One call of a closure, with a graph if the step refreshes and this is the pass to differentiate again."""
-    graph = differentiated and opt.hessian_due
+    graph = differentiated and opt.hvp == "exact" and opt.hessian_due
     opt._wants_graph = graph
     try:
         with ExitStack() as stack:
@@ -72,51 +87,60 @@ def _replayed(opt: SASSHA, closure: Closure, random: RandomState, *, differentia
         return _run(opt, closure, differentiated=differentiated)
 
 
-def _descent_pass(
-    opt: SASSHA, closure: Closure, random: RandomState, first: Tensor | float, *, differentiated: bool
-) -> Tensor | float:
-    """The pass at x + ε. Returns the loss of the first one, and notes what the ascent added to it."""
-    second = _replayed(opt, closure, random, differentiated=differentiated)
-    gap = second - first
-    opt.stats.ascent_gap = gap.double() if isinstance(gap, Tensor) else torch.tensor(gap, dtype=torch.float64)
-    return first
+def _probed(opt: SASSHA, closure: Closure, hessian_closure: Closure | None, random: RandomState) -> _Curvature:
+    """Products by finite differences, which leave the gradients as they were."""
+    if hessian_closure is None:
+        return _take_probes(opt, closure, random, fused=True)
+    kept = opt._take_grads()
+    _replayed(opt, hessian_closure, random, differentiated=False)
+    curvature = _take_probes(opt, hessian_closure, random, fused=False)
+    _set_grads(opt, kept)
+    return curvature
 
 
-def _finish(opt: SASSHA, hessian_closure: Closure | None, random: RandomState) -> None:
-    """Products where they are due, then the update."""
-    plan, grads = opt._gather()
-    ascent = opt._ascent
-    # The update restores as it goes, if it may: the authors' point asks for x before the product, and other parameters
-    # may have had gradients in the first pass.
-    fused = plan is not None and ascent is plan and opt.hvp_point != "upstream"
-    if ascent is not None and not fused and opt.hvp_point == "upstream":
-        ascent.restore()
-        opt._ascent = None
-    if plan is not None:
-        plan.bind_grads(grads)
-        if hessian_closure is None or not opt.hessian_due:
-            curvature = opt._curvature_at(plan, grads, "step")
-        else:
-            curvature = _curvature_of(opt, hessian_closure, random)
-        opt._detach_grads(grads)
-    if opt._ascent is not None and not fused:
-        opt._ascent.restore()
-    opt._ascent = None
-    if plan is not None:
-        opt._update(plan, curvature.products, restore=fused)
-    opt._end_of_step()
+def _take_probes(opt: SASSHA, closure: Closure, random: RandomState, *, fused: bool) -> _Curvature:
+    for _ in range(opt.probes_due):
+        opt.probe_weights()
+        _replayed(opt, closure, random, differentiated=False)
+    return opt._probed_curvature(fused=fused)
 
 
-def _curvature_of(opt: SASSHA, hessian_closure: Closure, random: RandomState) -> _Curvature:
-    """Products from the batch of another closure, which leaves the gradients as they were."""
-    params = opt._parameters()
-    kept = [p.grad for p in params]
-    for p in params:
-        p.grad = None
+def _differentiated(opt: SASSHA, hessian_closure: Closure, random: RandomState) -> _Curvature:
+    """Exact products from the batch of another closure, which leave the gradients as they were."""
+    kept = opt._take_grads()
     try:
         _replayed(opt, hessian_closure, random, differentiated=True)
         plan, grads = opt._gather()
         return opt._curvature_at(plan, grads, "step(hessian_closure=)")
     finally:
-        for p, g in zip(params, kept, strict=True):
-            p.grad = g
+        _set_grads(opt, kept)
+
+
+def _set_grads(opt: SASSHA, grads: dict[int, Tensor]) -> None:
+    for p in opt._parameters():
+        p.grad = grads.get(id(p))
+
+
+def _finish(opt: SASSHA, curvature: _Curvature | None) -> None:
+    """The update, from x + ε or from x."""
+    ascent = opt._ascent
+    if ascent is not None and opt.hvp_point == "upstream":  # the authors' point asks for x before the product
+        ascent.restore()
+        opt._ascent = None
+    plan, grads = opt._gather()
+    if plan is None:
+        if opt._ascent is not None:
+            opt._ascent.restore()
+        opt._ascent = None
+        opt._end_of_step()
+        return
+    plan.bind_grads(grads)
+    if curvature is None:
+        curvature = opt._curvature_at(plan, grads, "step")
+    opt._detach_grads(grads)
+    ascent, opt._ascent = opt._ascent, None
+    fused = ascent is plan
+    if ascent is not None and not fused:  # other parameters had gradients in the first pass
+        ascent.restore()
+    opt._update(plan, curvature.products, restore=fused)
+    opt._end_of_step()

@@ -61,7 +61,7 @@ class ForeachPasses(Passes):
         curvatures: Sequence[Tensor | None] = [None] * len(cohorts)
         tallies = None
         if products is not None:
-            curvatures = [self._signed(product, i, seed, draw) for i, product in enumerate(products)]
+            curvatures = [self._signed(p, i, scalars[cohorts[i]], seed, draw) for i, p in enumerate(products)]
             rows = zip(curvatures, cohorts, self.members.weights, strict=True)
             tallies = torch.stack([_tally(h, scalars[cohort], weight) for h, cohort, weight in rows])
         columns = (self.members.weights, self.grads, self.exp_avgs, self.hessians, curvatures)
@@ -92,11 +92,6 @@ class ForeachPasses(Passes):
                 filled[key] = filled.get(key, 0) + size
         for key, rows in batches.items():
             yield *key, [list(column) for column in zip(*rows, strict=True)]
-
-    def _signed(self, product: Product | None, i: int, seed: int, draw: int) -> Tensor | None:
-        if product is None or product.signed:
-            return None if product is None else product.value
-        return product.value * reference.rademacher(self.members.weights[i], self.members.indices[i], seed, draw)
 
 
 def _cut(tensors: list[Tensor | None], size: int, limit: int) -> list[tuple[Tensor | None, ...]]:

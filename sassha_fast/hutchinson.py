@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from .passes import Product
+from .reference import compute_dtype
 
-__all__ = ["exact_products"]
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["FiniteDifferences", "exact_products", "probe_length"]
 
 
 class ProbeSource(Protocol):
@@ -92,3 +97,94 @@ def _place(
         else:
             placed[i] = Product(product * signs[i], signed=True)
     return placed
+
+
+def probe_length(weight_norm: float, elements: int) -> float:
+    """h such that ‖hz‖ is a hundredth of ‖x‖, one number for all parameters, rounded to float32.
+
+    A length per tensor would be another estimator. Weights of zero are probed by a hundredth.
+    """
+    h = 1e-2 * weight_norm / math.sqrt(max(elements, 1))
+    return torch.tensor(h, dtype=torch.float64).to(torch.float32).item() or 1e-2
+
+
+class FiniteDifferences:
+    """Products from gradients at probed weights, one backward pass each: (∇f(x+ε+hz) − ∇f(x+ε)) / h.
+
+    They need no graph, so they work where double backward does not exist. On smooth networks they differ from the
+    exact ones by a few per cent, less than the noise of the probe; at the kinks of ReLU they see curvature that
+    autograd ignores.
+
+    The weights move in place: x+ε, then x+ε+hz₁, then x+ε+hz₂ and so on. The ascent's backup is the way back to x.
+    """
+
+    def __init__(
+        self, ascent: Plan, grads: dict[int, Tensor], *, h: float, n_samples: int, central: bool, seed: int, draw: int
+    ) -> None:
+        """Starts at x + ε.
+
+        Args:
+            ascent: The parameters that were perturbed; only these are probed.
+            grads: ∇f(x+ε) by id of the parameter.
+            h: Length of a probe per element.
+            n_samples: Probes to average over.
+            central: Two gradients per probe, at x+ε+hz and x+ε−hz, and an error of second order in h.
+            seed: Key of the probes.
+            draw: Number of the first probe.
+        """
+        self.ascent, self.grads, self.h = ascent, grads, h
+        self.n_samples, self.central, self.seed, self.draw = n_samples, central, seed, draw
+        self.offsets = [(i, sign) for i in range(n_samples) for sign in ((1.0, -1.0) if central else (1.0,))]
+        self.done = 0
+        self.gradients: list[dict[int, Tensor]] = []
+        self.sums: dict[int, Tensor] = {}
+
+    def advance(self) -> None:
+        """Moves the weights to the next probe."""
+        if self.done > 0:
+            self._move(-1.0)
+        self.done += 1
+        self._move(1.0)
+
+    def _move(self, direction: float) -> None:
+        sample, sign = self.offsets[self.done - 1]
+        self.ascent.probe(direction * sign * self.h, self.seed, self.draw + sample)
+
+    def collect(self, grads: dict[int, Tensor]) -> None:
+        """Takes the gradients at the present probe."""
+        self.gradients.append(grads)
+        sample, sign = self.offsets[self.done - 1]
+        if self.n_samples == 1 or (self.central and sign > 0):
+            return
+        signs = self.ascent.rademacher(range(len(self.ascent.params)), self.seed, self.draw + sample)
+        for p, z in zip(self.ascent.params, signs, strict=True):
+            if id(p) in self.grads:
+                term = self._difference(p) * z.to(compute_dtype(p.dtype))
+                self.sums[id(p)] = self.sums[id(p)] + term if id(p) in self.sums else term
+        self.gradients.clear()
+
+    def _difference(self, p: Tensor) -> Tensor:
+        """Hz of one parameter from the gradients collected last; a gradient that is missing is zero."""
+        dtype = compute_dtype(p.dtype)
+        zero = torch.zeros((), dtype=dtype, device=p.device)
+        base = self.gradients[-1].get(id(p), zero) if self.central else self.grads[id(p)]
+        probed = self.gradients[-2 if self.central else -1].get(id(p), zero)
+        h = torch.tensor(2.0 * self.h if self.central else self.h, dtype=dtype, device=p.device)
+        return (probed.to(dtype) - base.to(dtype)).expand(p.shape) / h
+
+    def products(self, *, fused: bool = True) -> dict[int, Product]:
+        """What the update needs, by id of the parameter. ``fused`` leaves the difference to the update where it can:
+        its own gradient is then ∇f(x+ε).
+        """
+        found = {}
+        for i, p in enumerate(self.ascent.params):
+            if id(p) not in self.grads:
+                continue
+            if self.n_samples > 1:
+                found[id(p)] = Product(self.sums[id(p)].to(p.dtype), signed=True)
+            elif fused and not self.central and self.ascent.signs_in_registers(i) and id(p) in self.gradients[-1]:
+                found[id(p)] = Product(self.gradients[-1][id(p)], signed=False, probed=True)
+            else:
+                z = self.ascent.rademacher([i], self.seed, self.draw)[0]
+                found[id(p)] = Product((self._difference(p) * z.to(compute_dtype(p.dtype))).to(p.dtype), signed=True)
+        return found

@@ -23,7 +23,7 @@ __all__ = ["NativePasses"]
 # Columns of the table: struct Row in csrc/params.h.
 PARAM, GRAD, BACKUP, EXP_AVG, HESSIAN, PRODUCT, NUMEL, LAYOUT, DTYPE, INDEX, GROUP, COHORT, FLAGS = range(13)
 ROW_WORDS = 13
-OWNS_BUFFER, SIGNED_PRODUCT = 1, 2
+OWNS_BUFFER, SIGNED_PRODUCT, PROBE_GRADIENT = 1, 2, 4
 
 T = TypeVar("T")
 
@@ -149,6 +149,24 @@ class NativePasses(Passes):
         self.ops.rademacher_(signs, [members.indices[i] for i in positions], seed, draw)
         return signs
 
+    def probe(self, h: float, seed: int, draw: int) -> None:
+        """See :meth:`Passes.probe`."""
+        members = self.members
+        rows = [i for i in self.native if members.weights[i].is_contiguous()]
+        if rows:
+            self.ops.probe_([members.weights[i] for i in rows], [members.indices[i] for i in rows], h, seed, draw)
+        others = sorted(set(range(len(members.weights))) - set(rows))
+        if others:  # signs are numbered by logical element
+            Passes(members.take(others)).probe(h, seed, draw)
+
+    def weight_square_sum(self) -> float:
+        """See :meth:`Passes.weight_square_sum`."""
+        rest = 0.0 if self.rest is None else self.rest.weight_square_sum()
+        if not self.native:
+            return rest
+        sums: Tensor = self.ops.square_sums(self.weights, [], [0] * len(self.weights), 1)
+        return float(sums) + rest
+
     def signs_in_registers(self, position: int) -> bool:
         """See :meth:`Passes.signs_in_registers`. Signs are numbered by logical element."""
         return self.members.weights[position].is_contiguous()
@@ -199,7 +217,8 @@ class NativePasses(Passes):
                 value = torch.empty_like(self.weights[i]).copy_(value)
             self.keep.append(value)
             addresses.append(value.data_ptr())
-            flags[i] = flags[i] | SIGNED_PRODUCT if product.signed else flags[i] & ~SIGNED_PRODUCT
+            flags[i] &= ~(SIGNED_PRODUCT | PROBE_GRADIENT)
+            flags[i] |= SIGNED_PRODUCT * product.signed | PROBE_GRADIENT * product.probed
         self.table[:, PRODUCT] = torch.tensor(addresses, dtype=torch.int64)
         self.table[:, FLAGS] = torch.tensor(flags, dtype=torch.int64)
 

@@ -18,6 +18,7 @@ from .accessors import IDLE_REFCOUNT, grad, no_grad, requires_grad, set_grad, we
 from .checks import check_choice, check_count, check_group, check_number, check_param, check_single_process
 from .closures import closure_step
 from .contexts import CreateGraph, RandomState, frozen_batchnorm, refresh_context
+from .hutchinson import FiniteDifferences, probe_length
 from .passes import Product
 from .plan import Plan
 from .scalars import cohort_scalars
@@ -78,7 +79,8 @@ class SASSHA(Optimizer):
         grad_reduce: ``"mean"`` or ``"sum"`` over processes.
         seed: Key of the probes.
         hessian_power: Exponent of the curvature: ½ in the paper.
-        hvp: ``"exact"``, by double backward.
+        hvp: How Hessian-vector products are computed: ``"exact"``, by double backward; ``"finite_difference"``, from
+            one more gradient, without a graph; ``"central_difference"``, from two.
         hvp_point: Where the Hessian is taken. ``"perturbed"`` follows the paper: at x + ε. ``"upstream"`` does what
             the authors' image code does, which restores x first and so mixes activations of x + ε with weights x.
         backend: ``"auto"``, ``"cpu"``, ``"foreach"`` or ``"reference"``.
@@ -124,8 +126,10 @@ class SASSHA(Optimizer):
         check_count("lazy_hessian", lazy_hessian)
         check_count("n_samples", n_samples)
         check_choice("grad_reduce", grad_reduce, ("mean", "sum"))
-        check_choice("hvp", hvp, ("exact",))
+        check_choice("hvp", hvp, ("exact", "finite_difference", "central_difference"))
         check_choice("hvp_point", hvp_point, ("perturbed", "upstream"))
+        if hvp != "exact" and hvp_point == "upstream":
+            raise ValueError(f"SASSHA: hvp={hvp!r} has no hvp_point='upstream', which is about graphs; use 'perturbed'")
         if not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"SASSHA: seed is {seed!r}, expected an integer from 0 to 2^63 − 1")
         self.hessian_power_scheduler = hessian_power_scheduler
@@ -163,6 +167,9 @@ class SASSHA(Optimizer):
         self._ascended = False  # whether perturb_weights was called since the last step
         self._time: int | None = None  # the clock, from perturb_weights to the end of the step
         self._curvature: _Curvature | None = None
+        self._probe: FiniteDifferences | None = None
+        self._probe_length = 1.0
+        self._weight_norm = 0.0  # ‖x‖ of the ascent's parameters, on refreshes by finite differences
         self._random: RandomState | None = None  # of the step's first pass, for replay_rng
         self._wants_graph = True  # whether the running pass of a closure is the one that is differentiated again
         self._model: nn.Module | None = None
@@ -200,7 +207,7 @@ class SASSHA(Optimizer):
 
     def backward(self, loss: Tensor) -> None:
         """``loss.backward()``, with a graph where the coming step needs one. For closures and hand-written loops."""
-        due = self.hessian_due and self._wants_graph
+        due = self.hvp == "exact" and self.hessian_due and self._wants_graph
         with CreateGraph() if due else nullcontext():
             loss.backward()  # type: ignore[no-untyped-call]
 
@@ -267,7 +274,7 @@ class SASSHA(Optimizer):
 
     @property
     def hessian_due(self) -> bool:
-        """Whether the coming step refreshes the curvature, so that its second backward pass needs ``create_graph``.
+        """Whether the coming step refreshes the curvature. With exact products its second pass needs a graph.
 
         True every ``lazy_hessian`` steps until a refresh has succeeded, and, once ``perturb_weights`` has shown which
         parameters take part, also if one of them has no curvature yet.
@@ -276,6 +283,13 @@ class SASSHA(Optimizer):
             return True
         ascent = self._ascent
         return ascent is not None and not ascent.has_curvature and any(self._without_curvature(ascent))
+
+    @property
+    def probes_due(self) -> int:
+        """How many times ``probe_weights()`` and a backward pass have to follow the second one, in this step."""
+        if self.hvp == "exact" or not self.hessian_due:
+            return 0
+        return self.n_samples * (2 if self.hvp == "central_difference" else 1)
 
     @property
     def hessian_power_t(self) -> float:
@@ -310,6 +324,13 @@ class SASSHA(Optimizer):
             return _Curvature(None)
         clock = self._clock()
         scheduled = clock % self.lazy_hessian == 0
+        if self.hvp != "exact":  # probes need the ascent's backup to come back from
+            if scheduled:
+                raise RuntimeError(
+                    f"SASSHA.{caller}: this step refreshes the curvature by finite differences, which need "
+                    "perturb_weights() (rho may be 0), probe_weights() and unperturb() before step()"
+                )
+            return _Curvature(None)
         due = [True] * len(grads) if scheduled else self._without_curvature(plan)
         if not any(due):
             return _Curvature(None)
@@ -355,12 +376,83 @@ class SASSHA(Optimizer):
         square_sums = plan.square_sums(adaptive=self.adaptive)
         signed = [-r if group["maximize"] else r for r, group in zip(rho, self.param_groups, strict=True)]
         scales = reference.ascent_scales(square_sums, signed, [group["perturb_eps"] for group in self.param_groups])
+        if self.hvp != "exact" and (self._time % self.lazy_hessian == 0 or any(self._without_curvature(plan))):
+            self._weight_norm = plan.weight_norm()
         plan.perturb(scales, adaptive=self.adaptive, take_grads=idle, seed=self.seed, draw=self._time)
         self._ascent, self._ascended = plan, True
         self.stats.square_sums, self.stats.scales = square_sums, scales
         weights_moved(plan.params)
         if zero_grad:
             any(map(set_grad, self._flat, repeat(None)))  # for all p: p.grad = None
+
+    @no_grad
+    def probe_weights(self) -> None:
+        """Moves the weights to the next finite-difference probe; the gradients there complete the product.
+
+        Call it, and a backward pass after it, ``probes_due`` times between the second backward pass and
+        :meth:`unperturb`, which puts the gradients of the second pass back.
+        """
+        if self._ascent is None or not self.probes_due:
+            raise RuntimeError(
+                f"SASSHA.probe_weights: no probe is due (hvp={self.hvp!r}, hessian_due={self.hessian_due}, weights "
+                f"perturbed: {self._ascent is not None}); call it probes_due times after perturb_weights()"
+            )
+        probe = self._probe
+        if probe is None:
+            elements = sum(p.numel() for p in self._ascent.params)
+            probe = self._probe = FiniteDifferences(
+                self._ascent,
+                self._take_grads(),
+                h=probe_length(self._weight_norm, elements),
+                n_samples=self.n_samples,
+                central=self.hvp == "central_difference",
+                seed=self.seed,
+                draw=self._clock() * self.n_samples,
+            )
+        elif probe.done == len(probe.offsets):
+            raise RuntimeError(f"SASSHA.probe_weights: all {probe.done} probes were taken; call unperturb()")
+        else:
+            probe.collect(self._take_grads())
+        probe.advance()
+        weights_moved(self._ascent.params)
+
+    def _take_grads(self) -> dict[int, Tensor]:
+        """The gradients by id of their parameter, which is left without one."""
+        plan, grads = self._gather()
+        if plan is None:
+            return {}
+        taken = {id(p): g.detach() for p, g in zip(plan.params, grads, strict=True)}
+        any(map(set_grad, self._flat, repeat(None)))
+        return taken
+
+    def _probed_curvature(self, *, fused: bool = True) -> _Curvature:
+        """The products of the probes that were taken; gives ∇f(x+ε) back to the parameters."""
+        probe, self._probe = self._probe, None
+        if probe is None or probe.done < len(probe.offsets):
+            if probe is not None:
+                self._give_back(probe)
+            if self._clock() % self.lazy_hessian != 0 and probe is None:
+                self.stats.skipped_refreshes += 1
+                return _Curvature(None)
+            raise RuntimeError(
+                f"SASSHA.unperturb: this step refreshes the curvature by finite differences, but "
+                f"{0 if probe is None else probe.done} of {self.probes_due} probes were taken; run "
+                "`for _ in range(opt.probes_due): opt.probe_weights(); loss().backward()` before unperturb()"
+            )
+        probe.collect(self._take_grads())
+        self._give_back(probe)
+        self._probe_length = probe.h
+        return _Curvature(self._due_only(probe.products(fused=fused)))
+
+    def _due_only(self, products: dict[int, Product]) -> dict[int, Product]:
+        if self._clock() % self.lazy_hessian == 0 or self._ascent is None:
+            return products
+        missing = zip(self._ascent.params, self._without_curvature(self._ascent), strict=True)
+        return {id(p): products[id(p)] for p, is_missing in missing if is_missing and id(p) in products}
+
+    def _give_back(self, probe: FiniteDifferences) -> None:
+        for p in self._flat:
+            p.grad = probe.grads.get(id(p))
 
     @no_grad
     def unperturb(self) -> None:
@@ -383,6 +475,9 @@ class SASSHA(Optimizer):
     def _curvature_on_ascent(self) -> _Curvature:
         if not self.hessian_due:
             return _Curvature(None)
+        if self.hvp != "exact":
+            no_pass = self._probe is None and all(map(is_, map(grad, self._flat), repeat(None)))
+            return _Curvature(None) if no_pass else self._probed_curvature()
         plan, grads = self._gather()
         try:
             return self._curvature_at(plan, grads, "unperturb")
@@ -429,7 +524,9 @@ class SASSHA(Optimizer):
         return None
 
     def _end_of_step(self) -> None:
-        self._curvature, self._time, self._random, self._ascended = None, None, None, False
+        self._curvature = self._time = self._random = self._probe = None
+        self._ascended = False
+        self._probe_length = 1.0
 
     def _is_priming(self, grads: list[Tensor]) -> bool:
         """Whether this is torch.distributed.checkpoint creating state: lr 0, no ascent, no graph, no state yet."""
@@ -470,6 +567,7 @@ class SASSHA(Optimizer):
             [False] * len(states) if products is None else list(map(is_not, products, repeat(None))),
             samples=self.n_samples,
             bias_correction=self.bias_correction,
+            probe=self._probe_length,
         )
         tallies = plan.step(scalars, cohorts, products, self.seed, clock * self.n_samples, restore=restore)
         weights_moved(plan.params)

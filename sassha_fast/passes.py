@@ -49,10 +49,17 @@ class Members:
 
 @dataclass(frozen=True)
 class Product:
-    """A Hessian-vector product of one parameter: Hz, or Σ z⊙Hz over the probes where ``signed``."""
+    """A Hessian-vector product of one parameter.
+
+    Attributes:
+        value: Hz, or Σ z⊙Hz over the probes where ``signed``, or the gradient at x + ε + hz where ``probed``.
+        signed: See ``value``.
+        probed: See ``value``.
+    """
 
     value: Tensor
     signed: bool
+    probed: bool = False
 
 
 def check_grads(names: Sequence[str], weights: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -145,6 +152,15 @@ class Passes:
         weights, indices = self.members.weights, self.members.indices
         return [reference.rademacher(weights[i], indices[i], seed, draw) for i in positions]
 
+    def probe(self, h: float, seed: int, draw: int) -> None:
+        """Adds h·z to every parameter."""
+        for weight, index in zip(self.members.weights, self.members.indices, strict=True):
+            weight.copy_(reference.probe(weight, h, index, seed, draw))
+
+    def weight_square_sum(self) -> float:
+        """Σ x² over all members, in double."""
+        return sum(reference.square_sum(weight).item() for weight in self.members.weights)
+
     def signs_in_registers(self, position: int) -> bool:
         """Whether :meth:`step` can apply z itself to this member's product."""
         del position
@@ -179,11 +195,7 @@ class Passes:
         tallies = []
         for i, weight in enumerate(self.members.weights):
             product = products[i] if products is not None else None
-            h = None
-            if product is not None:
-                h = product.value
-                if not product.signed:
-                    h = h * reference.rademacher(weight, self.members.indices[i], seed, draw)
+            h = self._signed(product, i, scalars[cohorts[i]], seed, draw)
             x, m, d = reference.step(weight, self.grads[i], self.exp_avgs[i], self.hessians[i], scalars[cohorts[i]], h)
             weight.copy_(x)
             self.exp_avgs[i].copy_(m)
@@ -192,6 +204,15 @@ class Passes:
                 tallies.append(_tally(h, scalars[cohorts[i]], weight))
         self.grads = []
         return torch.stack(tallies) if products is not None else None
+
+    def _signed(self, product: Product | None, i: int, scalars: StepScalars, seed: int, draw: int) -> Tensor | None:
+        """z⊙Hz of one member, or the sum of such that is there already."""
+        if product is None or product.signed:
+            return None if product is None else product.value
+        hz = product.value
+        if product.probed:
+            hz = reference.finite_difference(hz, self.grads[i], scalars)
+        return hz * reference.rademacher(hz, self.members.indices[i], seed, draw)
 
 
 def _tally(h: Tensor | None, scalars: StepScalars, weight: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ C functions.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from operator import is_, itemgetter
@@ -107,6 +108,15 @@ class Plan:
         for passes, positions in self.parts:
             for i, backup in zip(positions, passes.drop_backups(), strict=True):
                 self.params[i].data.copy_(backup)
+
+    def probe(self, h: float, seed: int, draw: int) -> None:
+        """Adds h·z to every parameter."""
+        for passes, _ in self.parts:
+            passes.probe(h, seed, draw)
+
+    def weight_norm(self) -> float:
+        """‖x‖ over all parameters."""
+        return math.sqrt(sum(passes.weight_square_sum() for passes, _ in self.parts))
 
     def exact_products(
         self, grads: Sequence[Tensor], due: Sequence[bool], *, n_samples: int, seed: int, draw: int

@@ -20,7 +20,9 @@ __all__ = [
     "ascend",
     "ascent_scales",
     "compute_dtype",
+    "finite_difference",
     "philox",
+    "probe",
     "rademacher",
     "root",
     "rounding_noise",
@@ -187,6 +189,18 @@ def root(value: Tensor) -> Tensor:
 
 
 # ---- step -------------------------------------------------------------------------------------------------------
+
+
+def probe(param: Tensor, h: float, index: int, seed: int, draw: int) -> Tensor:
+    """x + h z, rounded to the parameter's dtype."""
+    x = param.to(compute_dtype(param.dtype))
+    return (x + torch.tensor(h, dtype=x.dtype, device=x.device) * rademacher(x, index, seed, draw)).to(param.dtype)
+
+
+def finite_difference(probed: Tensor, grad: Tensor, scalars: StepScalars) -> Tensor:
+    """Hz = (∇f(x+ε+hz) − ∇f(x+ε)) / h, in the compute dtype."""
+    dtype = compute_dtype(grad.dtype)
+    return (probed.to(dtype) - grad.to(dtype)) / torch.tensor(scalars.probe, dtype=dtype, device=grad.device)
 
 
 def scalar_tensors(scalars: StepScalars, dtype: torch.dtype, device: torch.device) -> Any:

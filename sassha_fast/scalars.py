@@ -22,6 +22,7 @@ class StepScalars(NamedTuple):
     step_size: float
     power: float
     samples: float
+    probe: float = 1.0
 
 
 def integer_power(base: float, exponent: int) -> float:
@@ -40,7 +41,14 @@ def integer_power(base: float, exponent: int) -> float:
 
 
 def step_scalars(
-    group: Mapping[str, Any], step: int, bias2: float, *, refresh: bool, samples: int = 1, bias_correction: bool = True
+    group: Mapping[str, Any],
+    step: int,
+    bias2: float,
+    *,
+    refresh: bool,
+    samples: int = 1,
+    bias_correction: bool = True,
+    probe: float = 1.0,
 ) -> StepScalars:
     """Scalars of parameters that share a group, a step count and a curvature correction.
 
@@ -51,6 +59,7 @@ def step_scalars(
         refresh: Whether this step refreshes their curvature.
         samples: Probes summed in a signed product.
         bias_correction: False replaces both corrections by 1.
+        probe: Length h of a finite-difference probe.
     """
     lr = float(group["lr"])
     beta1, beta2 = group["betas"]
@@ -69,6 +78,7 @@ def step_scalars(
         step_size=lr / bias1,
         power=float(group["hessian_power"]),
         samples=float(samples),
+        probe=probe,
     )
 
 
@@ -82,6 +92,7 @@ def cohort_scalars(
     *,
     samples: int,
     bias_correction: bool,
+    probe: float = 1.0,
 ) -> tuple[list[StepScalars], list[int]]:
     """Sorts parameters into cohorts that share a group, a step count, a correction and whether they are refreshed.
 
@@ -94,6 +105,7 @@ def cohort_scalars(
         refreshed: Whether this step refreshes it.
         samples: Probes summed in a signed product.
         bias_correction: See :func:`step_scalars`.
+        probe: See :func:`step_scalars`.
 
     Returns:
         The scalars of each cohort, and the cohort of each parameter.
@@ -102,7 +114,13 @@ def cohort_scalars(
     def scalars_of(group: int, step: int, bias2: float, refresh: bool) -> StepScalars:
         n = samples if refresh else 1
         return step_scalars(
-            param_groups[group], step + 1, bias2, refresh=refresh, samples=n, bias_correction=bias_correction
+            param_groups[group],
+            step + 1,
+            bias2,
+            refresh=refresh,
+            samples=n,
+            bias_correction=bias_correction,
+            probe=probe,
         )
 
     if all(_alike(column[span]) for span in spans.values() for column in (steps, bias2, refreshed)):

@@ -194,3 +194,9 @@ def _doubles(*values):
 def test_every_public_function_is_there_to_be_tested():
     source = Path(__file__).read_text(encoding="utf-8")
     assert [name for name in reference.__all__ if f"reference.{name}(" not in source] == []
+
+
+def test_finite_difference_divides_by_the_probe_which_is_h_long():
+    scalars = StepScalars(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0.5)
+    assert reference.finite_difference(torch.tensor([3.0]), torch.tensor([2.0]), scalars).item() == 2.0
+    assert reference.probe(torch.zeros(200), 0.5, 1, 2, 3).abs().unique().item() == 0.5

@@ -9,20 +9,25 @@ enum class Product {
   kNone,      // ordinary step: D stays
   kUnsigned,  // refresh from Hz; z is drawn again in registers
   kSigned,    // refresh from a sum of z * Hz over probes
+  kProbed,    // refresh from the gradient at x + eps + h z
 };
 
 template <typename C>
 StepScalars<C> rounded(const StepScalars<double>& s) {
   return {C(s.decay),      C(s.beta1), C(s.one_minus_beta1), C(s.beta2), C(s.one_minus_beta2), C(s.bias2),
-          C(s.bias2_kept), C(s.eps),   C(s.step_size),       C(s.power), C(s.samples)};
+          C(s.bias2_kept), C(s.eps),   C(s.step_size),       C(s.power), C(s.samples),         C(s.probe)};
 }
 
 // One block of z * Hz, averaged over probes, and what it adds to the tally. Returns whether all of it is finite.
 template <Product kProduct, typename C, typename N>
-SASSHA_HD bool curvature_sample(const C* product, C* h, N n, const Stream& stream, int64_t element,
+SASSHA_HD bool curvature_sample(const C* product, const C* g, C* h, N n, const Stream& stream, int64_t element,
                                 const StepScalars<C>& s, Tally& tally) {
   if constexpr (kProduct == Product::kUnsigned) {
     apply_signs(product, h, n, sign_bits(stream, element / kBlock));
+  } else if constexpr (kProduct == Product::kProbed) {
+    C hz[kBlock];
+    for (int64_t i = 0; i < n; ++i) hz[i] = finite_difference(product[i], g[i], s);
+    apply_signs(hz, h, n, sign_bits(stream, element / kBlock));
   } else {
     for (int64_t i = 0; i < n; ++i) h[i] = product[i] / s.samples;
   }
@@ -68,7 +73,7 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
     } else {
       C h[kBlock];
       const C* raw = load(product + offset, p_room, n);
-      if (curvature_sample<kProduct>(raw, h, n, stream, begin + offset, s, tally)) {
+      if (curvature_sample<kProduct>(raw, g, h, n, stream, begin + offset, s, tally)) {
         for (int64_t i = 0; i < n; ++i) {
           d[i] = curvature(d[i], h[i], s);
           denom[i] = denominator<kPower>(d[i], s.bias2, s);
@@ -100,6 +105,7 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
 template <typename T, Power kPower>
 Tally step_with_power(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
   if (row.product == 0) return step_of<T, kPower, Product::kNone>(row, begin, size, options);
+  if (row.flags & kProbeGradient) return step_of<T, kPower, Product::kProbed>(row, begin, size, options);
   return row.flags & kSignedProduct ? step_of<T, kPower, Product::kSigned>(row, begin, size, options)
                                     : step_of<T, kPower, Product::kUnsigned>(row, begin, size, options);
 }
