@@ -12,7 +12,8 @@ from torch import Tensor
 from .contexts import CreateGraph, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
 
 if TYPE_CHECKING:
-    from .optimizer import SASSHA, _Curvature
+    from .optimizer import SASSHA
+    from .refresh import Curvature
 
 __all__ = ["Closure", "closure_step"]
 
@@ -87,7 +88,7 @@ def _replayed(opt: SASSHA, closure: Closure, random: RandomState, *, differentia
         return _run(opt, closure, differentiated=differentiated)
 
 
-def _probed(opt: SASSHA, closure: Closure, hessian_closure: Closure | None, random: RandomState) -> _Curvature:
+def _probed(opt: SASSHA, closure: Closure, hessian_closure: Closure | None, random: RandomState) -> Curvature:
     """Products by finite differences, which leave the gradients as they were."""
     if hessian_closure is None:
         return _take_probes(opt, closure, random, fused=True)
@@ -98,14 +99,14 @@ def _probed(opt: SASSHA, closure: Closure, hessian_closure: Closure | None, rand
     return curvature
 
 
-def _take_probes(opt: SASSHA, closure: Closure, random: RandomState, *, fused: bool) -> _Curvature:
+def _take_probes(opt: SASSHA, closure: Closure, random: RandomState, *, fused: bool) -> Curvature:
     for _ in range(opt.probes_due):
         opt.probe_weights()
         _replayed(opt, closure, random, differentiated=False)
     return opt._probed_curvature(fused=fused)
 
 
-def _differentiated(opt: SASSHA, hessian_closure: Closure, random: RandomState) -> _Curvature:
+def _differentiated(opt: SASSHA, hessian_closure: Closure, random: RandomState) -> Curvature:
     """Exact products from the batch of another closure, which leave the gradients as they were."""
     kept = opt._take_grads()
     try:
@@ -121,7 +122,7 @@ def _set_grads(opt: SASSHA, grads: dict[int, Tensor]) -> None:
         p.grad = grads.get(id(p))
 
 
-def _finish(opt: SASSHA, curvature: _Curvature | None) -> None:
+def _finish(opt: SASSHA, curvature: Curvature | None) -> None:
     """The update, from x + ε or from x."""
     ascent = opt._ascent
     if ascent is not None and opt.hvp_point == "upstream":  # the authors' point asks for x before the product

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CreateGraph", "RandomState", "RunningStatistics", "frozen_batchnorm", "refresh_context"]
+__all__ = ["CreateGraph", "ModelContexts", "RandomState", "RunningStatistics", "frozen_batchnorm", "refresh_context"]
 
 
 class CreateGraph(TorchFunctionMode):
@@ -107,4 +108,40 @@ def refresh_context(model: nn.Module | None = None) -> Iterator[None]:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if model is None or any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        yield
+
+
+class ModelContexts(Optimizer):
+    """What an optimizer offers to closures and hand-written loops around the passes of a step."""
+
+    _random: RandomState | None  # of the step's first pass, for replay_rng
+    _model: nn.Module | None
+
+    def attach(self, model: nn.Module) -> None:
+        """Names the model that closures run: its BatchNorm statistics then move once per step.
+
+        Not part of checkpoints and copies; call it again on a new optimizer.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"SASSHA.attach: model is {type(model).__name__}, expected a torch.nn.Module")
+        self._model = model
+
+    def frozen_batchnorm(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """For the second pass of hand-written loops: BatchNorm uses the batch and keeps its running statistics."""
+        target = self._model if model is None else model
+        if target is None:
+            raise ValueError("SASSHA.frozen_batchnorm: no model is known; pass it, or call attach(model) before")
+        return frozen_batchnorm(target)
+
+    def refresh_context(self) -> AbstractContextManager[None]:
+        """For all passes of a refresh step in hand-written loops: only operations that have a double backward."""
+        return refresh_context(self._model)
+
+    @contextmanager
+    def replay_rng(self) -> Iterator[None]:
+        """For both passes of hand-written loops: the second one draws the random numbers (dropout) of the first."""
+        if self._random is None:
+            self._random = RandomState(p.device for group in self.param_groups for p in group["params"])
+        else:
+            self._random.restore()
         yield

@@ -132,7 +132,8 @@ class FiniteDifferences:
             seed: Key of the probes.
             draw: Number of the first probe.
         """
-        self.ascent, self.grads, self.h = ascent, grads, h
+        self.ascent, self.grads, self.h = ascent, dict(grads), h
+        self.second_pass = grads
         self.n_samples, self.central, self.seed, self.draw = n_samples, central, seed, draw
         self.offsets = [(i, sign) for i in range(n_samples) for sign in ((1.0, -1.0) if central else (1.0,))]
         self.done = 0
@@ -151,7 +152,11 @@ class FiniteDifferences:
         self.ascent.probe(direction * sign * self.h, self.seed, self.draw + sample)
 
     def collect(self, grads: dict[int, Tensor]) -> None:
-        """Takes the gradients at the present probe."""
+        """Takes the gradients at the present probe. Parameters that have none there get no product."""
+        if not grads:
+            raise RuntimeError("SASSHA: no parameter has a gradient at the probe; run backward() after probe_weights()")
+        for missing in self.grads.keys() - grads.keys():
+            self.grads.pop(missing)
         self.gradients.append(grads)
         sample, sign = self.offsets[self.done - 1]
         if self.n_samples == 1 or (self.central and sign > 0):
@@ -164,13 +169,12 @@ class FiniteDifferences:
         self.gradients.clear()
 
     def _difference(self, p: Tensor) -> Tensor:
-        """Hz of one parameter from the gradients collected last; a gradient that is missing is zero."""
+        """Hz of one parameter from the gradients collected last."""
         dtype = compute_dtype(p.dtype)
-        zero = torch.zeros((), dtype=dtype, device=p.device)
-        base = self.gradients[-1].get(id(p), zero) if self.central else self.grads[id(p)]
-        probed = self.gradients[-2 if self.central else -1].get(id(p), zero)
+        base = self.gradients[-1][id(p)] if self.central else self.grads[id(p)]
+        probed = self.gradients[-2 if self.central else -1][id(p)]
         h = torch.tensor(2.0 * self.h if self.central else self.h, dtype=dtype, device=p.device)
-        return (probed.to(dtype) - base.to(dtype)).expand(p.shape) / h
+        return (probed.to(dtype) - base.to(dtype)) / h
 
     def products(self, *, fused: bool = True) -> dict[int, Product]:
         """What the update needs, by id of the parameter. ``fused`` leaves the difference to the update where it can:
@@ -182,7 +186,7 @@ class FiniteDifferences:
                 continue
             if self.n_samples > 1:
                 found[id(p)] = Product(self.sums[id(p)].to(p.dtype), signed=True)
-            elif fused and not self.central and self.ascent.signs_in_registers(i) and id(p) in self.gradients[-1]:
+            elif fused and not self.central and self.ascent.signs_in_registers(i):
                 found[id(p)] = Product(self.gradients[-1][id(p)], signed=False, probed=True)
             else:
                 z = self.ascent.rademacher([i], self.seed, self.draw)[0]

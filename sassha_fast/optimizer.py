@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import chain, compress, repeat
-from operator import contains, is_, is_not, itemgetter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, repeat
+from operator import is_, is_not, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from . import backends, reference, schedules
 from .accessors import IDLE_REFCOUNT, grad, no_grad, requires_grad, set_grad, weights_moved
 from .checks import check_choice, check_count, check_group, check_number, check_param, check_single_process
 from .closures import closure_step
-from .contexts import CreateGraph, RandomState, frozen_batchnorm, refresh_context
-from .hutchinson import FiniteDifferences, probe_length
+from .contexts import RandomState
+from .hutchinson import FiniteDifferences
 from .passes import Product
 from .plan import Plan
+from .refresh import Curvature, Refreshing
 from .scalars import cohort_scalars
-from .state import BIAS2, HESSIAN_STEP, STEP, UPSTREAM_CLOCK, adopt_clock, check_checkpoint, new_state, placed
+from .state import BIAS2, HESSIAN_STEP, STEP, check_checkpoint, new_state, placed
 from .stats import Stats
 
 __all__ = ["SASSHA"]
@@ -43,14 +41,7 @@ _CONFIG = (
 )
 
 
-@dataclass(frozen=True)
-class _Curvature:
-    """What ``unperturb`` found for the coming update: products by id of the parameter, None if it is not a refresh."""
-
-    products: dict[int, Product] | None
-
-
-class SASSHA(Optimizer):
+class SASSHA(Refreshing):
     r"""Sharpness-aware second-order optimization with a stable Hessian approximation (SASSHA, ICML 2025).
 
     A drop-in replacement for the authors' optimizer, and for ``torch.optim.AdamW`` in all that is not specific to
@@ -166,50 +157,13 @@ class SASSHA(Optimizer):
         self._ascent: Plan | None = None
         self._ascended = False  # whether perturb_weights was called since the last step
         self._time: int | None = None  # the clock, from perturb_weights to the end of the step
-        self._curvature: _Curvature | None = None
+        self._curvature: Curvature | None = None
         self._probe: FiniteDifferences | None = None
         self._probe_length = 1.0
         self._weight_norm = 0.0  # ‖x‖ of the ascent's parameters, on refreshes by finite differences
         self._random: RandomState | None = None  # of the step's first pass, for replay_rng
         self._wants_graph = True  # whether the running pass of a closure is the one that is differentiated again
         self._model: nn.Module | None = None
-
-    # ---- the model ----------------------------------------------------------------------------------------------
-
-    def attach(self, model: nn.Module) -> None:
-        """Names the model that closures run: its BatchNorm statistics then move once per step.
-
-        Not part of checkpoints and copies; call it again on a new optimizer.
-        """
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"SASSHA.attach: model is {type(model).__name__}, expected a torch.nn.Module")
-        self._model = model
-
-    def frozen_batchnorm(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """For the second pass of hand-written loops: BatchNorm uses the batch and keeps its running statistics."""
-        target = self._model if model is None else model
-        if target is None:
-            raise ValueError("SASSHA.frozen_batchnorm: no model is known; pass it, or call attach(model) before")
-        return frozen_batchnorm(target)
-
-    def refresh_context(self) -> AbstractContextManager[None]:
-        """For all passes of a refresh step in hand-written loops: only operations that have a double backward."""
-        return refresh_context(self._model)
-
-    @contextmanager
-    def replay_rng(self) -> Iterator[None]:
-        """For both passes of hand-written loops: the second one draws the random numbers (dropout) of the first."""
-        if self._random is None:
-            self._random = RandomState(p.device for p in self._parameters())
-        else:
-            self._random.restore()
-        yield
-
-    def backward(self, loss: Tensor) -> None:
-        """``loss.backward()``, with a graph where the coming step needs one. For closures and hand-written loops."""
-        due = self.hvp == "exact" and self.hessian_due and self._wants_graph
-        with CreateGraph() if due else nullcontext():
-            loss.backward()  # type: ignore[no-untyped-call]
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 
@@ -231,122 +185,6 @@ class SASSHA(Optimizer):
     def get_params(self) -> Iterator[Tensor]:
         """All parameters that require gradients."""
         return (p for group in self.param_groups for p in group["params"] if p.requires_grad)
-
-    def _parameters(self) -> list[Tensor]:
-        """All parameters in order. A change of the groups' lists, by whomever, drops what was kept about them."""
-        lists = [group["params"] for group in self.param_groups]
-        if sum(map(len, lists)) != len(self._flat) or not all(map(is_, chain.from_iterable(lists), self._flat)):
-            self._flat = list(chain.from_iterable(lists))
-            self._plans.clear()
-        return self._flat
-
-    def _gather(self) -> tuple[Plan | None, list[Tensor]]:
-        """The plan for the parameters that have gradients, and these gradients."""
-        params = self._parameters()
-        grads = list(map(grad, params))
-        if all(map(is_not, grads, repeat(None))):
-            key = None
-        else:
-            key = tuple(map(is_not, grads, repeat(None)))
-            if not any(key):
-                return None, []
-            grads = list(compress(grads, key))
-        plan = self._plans.get(key)
-        if plan is None or not plan.is_current():
-            if len(self._plans) >= 8:  # a model whose set of gradients keeps changing
-                self._plans.clear()
-            plan = self._plans[key] = self._new_plan(key)
-        return plan, grads  # type: ignore[return-value]
-
-    def _new_plan(self, key: tuple[bool, ...] | None) -> Plan:
-        params, groups, names = self._flat, list[int](), list[str]()
-        for g, group in enumerate(self.param_groups):
-            given = group.get("param_names")
-            for i in range(len(group["params"])):
-                groups.append(g)
-                names.append(repr(given[i]) if given else f"parameter {i} of group {g}")
-        indices = list(range(len(params)))
-        if key is not None:
-            params, indices, groups, names = (list(compress(c, key)) for c in (params, indices, groups, names))  # type: ignore[assignment]
-        return Plan(params, indices, groups, len(self.param_groups), names, self.backend)
-
-    # ---- refresh ------------------------------------------------------------------------------------------------
-
-    @property
-    def hessian_due(self) -> bool:
-        """Whether the coming step refreshes the curvature. With exact products its second pass needs a graph.
-
-        True every ``lazy_hessian`` steps until a refresh has succeeded, and, once ``perturb_weights`` has shown which
-        parameters take part, also if one of them has no curvature yet.
-        """
-        if self._clock() % self.lazy_hessian == 0:
-            return True
-        ascent = self._ascent
-        return ascent is not None and not ascent.has_curvature and any(self._without_curvature(ascent))
-
-    @property
-    def probes_due(self) -> int:
-        """How many times ``probe_weights()`` and a backward pass have to follow the second one, in this step."""
-        if self.hvp == "exact" or not self.hessian_due:
-            return 0
-        return self.n_samples * (2 if self.hvp == "central_difference" else 1)
-
-    @property
-    def hessian_power_t(self) -> float:
-        """The Hessian power in use, of the first group."""
-        return float(self.param_groups[0]["hessian_power"])
-
-    def _clock(self) -> int:
-        """Steps since the start, not counting steps whose refresh failed. It lives in the parameters' state."""
-        if self._time is not None:
-            return self._time
-        entries = self.state.values()
-        if any(map(contains, entries, repeat(UPSTREAM_CLOCK))):
-            for entry in entries:
-                if UPSTREAM_CLOCK in entry:
-                    adopt_clock(entry)
-        try:
-            return max(map(itemgetter(HESSIAN_STEP), entries), default=0)
-        except KeyError:  # entries without state, as after an adopted clock
-            return max((entry.get(HESSIAN_STEP, 0) for entry in entries), default=0)
-
-    def _without_curvature(self, plan: Plan) -> list[bool]:
-        """Which parameters have no curvature."""
-        if plan.has_curvature:
-            return [False] * len(plan.params)
-        missing = [not entry or not entry.get(BIAS2) for entry in map(self.state.get, plan.params)]
-        plan.has_curvature = not any(missing)
-        return missing
-
-    def _curvature_at(self, plan: Plan | None, grads: Sequence[Tensor], caller: str) -> _Curvature:
-        """Products at the present weights, if a refresh is due. Raises if a scheduled one has no graph."""
-        if plan is None:
-            return _Curvature(None)
-        clock = self._clock()
-        scheduled = clock % self.lazy_hessian == 0
-        if self.hvp != "exact":  # probes need the ascent's backup to come back from
-            if scheduled:
-                raise RuntimeError(
-                    f"SASSHA.{caller}: this step refreshes the curvature by finite differences, which need "
-                    "perturb_weights() (rho may be 0), probe_weights() and unperturb() before step()"
-                )
-            return _Curvature(None)
-        due = [True] * len(grads) if scheduled else self._without_curvature(plan)
-        if not any(due):
-            return _Curvature(None)
-        products = plan.exact_products(
-            grads, due, n_samples=self.n_samples, seed=self.seed, draw=clock * self.n_samples
-        )
-        if products is not None:
-            pairs = zip(plan.params, products, strict=True)
-            return _Curvature({id(p): product for p, product in pairs if product is not None})
-        if scheduled:
-            raise RuntimeError(
-                f"SASSHA.{caller}: this step refreshes the curvature, but no gradient has a graph to differentiate. "
-                "Run the last backward pass as loss.backward(create_graph=opt.hessian_due)"
-            )
-        self.stats.skipped_refreshes += 1  # a latecomer waits for the next scheduled refresh
-        return _Curvature(None)
 
     # ---- the three calls ----------------------------------------------------------------------------------------
 
@@ -386,75 +224,6 @@ class SASSHA(Optimizer):
             any(map(set_grad, self._flat, repeat(None)))  # for all p: p.grad = None
 
     @no_grad
-    def probe_weights(self) -> None:
-        """Moves the weights to the next finite-difference probe; the gradients there complete the product.
-
-        Call it, and a backward pass after it, ``probes_due`` times between the second backward pass and
-        :meth:`unperturb`, which puts the gradients of the second pass back.
-        """
-        if self._ascent is None or not self.probes_due:
-            raise RuntimeError(
-                f"SASSHA.probe_weights: no probe is due (hvp={self.hvp!r}, hessian_due={self.hessian_due}, weights "
-                f"perturbed: {self._ascent is not None}); call it probes_due times after perturb_weights()"
-            )
-        probe = self._probe
-        if probe is None:
-            elements = sum(p.numel() for p in self._ascent.params)
-            probe = self._probe = FiniteDifferences(
-                self._ascent,
-                self._take_grads(),
-                h=probe_length(self._weight_norm, elements),
-                n_samples=self.n_samples,
-                central=self.hvp == "central_difference",
-                seed=self.seed,
-                draw=self._clock() * self.n_samples,
-            )
-        elif probe.done == len(probe.offsets):
-            raise RuntimeError(f"SASSHA.probe_weights: all {probe.done} probes were taken; call unperturb()")
-        else:
-            probe.collect(self._take_grads())
-        probe.advance()
-        weights_moved(self._ascent.params)
-
-    def _take_grads(self) -> dict[int, Tensor]:
-        """The gradients by id of their parameter, which is left without one."""
-        plan, grads = self._gather()
-        if plan is None:
-            return {}
-        taken = {id(p): g.detach() for p, g in zip(plan.params, grads, strict=True)}
-        any(map(set_grad, self._flat, repeat(None)))
-        return taken
-
-    def _probed_curvature(self, *, fused: bool = True) -> _Curvature:
-        """The products of the probes that were taken; gives ∇f(x+ε) back to the parameters."""
-        probe, self._probe = self._probe, None
-        if probe is None or probe.done < len(probe.offsets):
-            if probe is not None:
-                self._give_back(probe)
-            if self._clock() % self.lazy_hessian != 0 and probe is None:
-                self.stats.skipped_refreshes += 1
-                return _Curvature(None)
-            raise RuntimeError(
-                f"SASSHA.unperturb: this step refreshes the curvature by finite differences, but "
-                f"{0 if probe is None else probe.done} of {self.probes_due} probes were taken; run "
-                "`for _ in range(opt.probes_due): opt.probe_weights(); loss().backward()` before unperturb()"
-            )
-        probe.collect(self._take_grads())
-        self._give_back(probe)
-        self._probe_length = probe.h
-        return _Curvature(self._due_only(probe.products(fused=fused)))
-
-    def _due_only(self, products: dict[int, Product]) -> dict[int, Product]:
-        if self._clock() % self.lazy_hessian == 0 or self._ascent is None:
-            return products
-        missing = zip(self._ascent.params, self._without_curvature(self._ascent), strict=True)
-        return {id(p): products[id(p)] for p, is_missing in missing if is_missing and id(p) in products}
-
-    def _give_back(self, probe: FiniteDifferences) -> None:
-        for p in self._flat:
-            p.grad = probe.grads.get(id(p))
-
-    @no_grad
     def unperturb(self) -> None:
         """Restores x, bit for bit; on a refresh, first takes the Hessian-vector products at x + ε.
 
@@ -472,12 +241,12 @@ class SASSHA(Optimizer):
             if not upstream:  # there, the graph is still to be used, with weights that it did not see
                 weights_moved(ascent.params)
 
-    def _curvature_on_ascent(self) -> _Curvature:
+    def _curvature_on_ascent(self) -> Curvature:
         if not self.hessian_due:
-            return _Curvature(None)
+            return Curvature(None)
         if self.hvp != "exact":
             no_pass = self._probe is None and all(map(is_, map(grad, self._flat), repeat(None)))
-            return _Curvature(None) if no_pass else self._probed_curvature()
+            return Curvature(None) if no_pass else self._probed_curvature()
         plan, grads = self._gather()
         try:
             return self._curvature_at(plan, grads, "unperturb")
@@ -580,26 +349,12 @@ class SASSHA(Optimizer):
             entry[STEP] += 1
             entry[HESSIAN_STEP] = next_clock
 
-    def _record_refresh(
-        self, states: list[dict[str, Any]], products: Sequence[Product | None], bias2: list[float], tallies: Tensor
-    ) -> bool:
-        """Takes over what a refresh brought. Returns whether any product was finite."""
-        finite = tallies[:, 2].tolist()
-        elements = sum(product.value.numel() for product in products if product is not None)
-        for entry, product, count, correction in zip(states, products, finite, bias2, strict=True):
-            if product is not None and (count or product.value.numel() == 0):
-                entry[BIAS2] = correction
-        total = sum(finite)
-        if total == 0 and elements > 0:
-            self.stats.skipped_refreshes += 1
-            return False
-        self.stats.refreshes += 1
-        self.stats.partial_refreshes += total < elements
-        self.stats.trace = tallies[:, 0].sum()
-        self.stats.negative_share = tallies[:, 1].sum() / max(total, 1.0)
-        return True
-
     # ---- schedules ----------------------------------------------------------------------------------------------
+
+    @property
+    def hessian_power_t(self) -> float:
+        """The Hessian power in use, of the first group."""
+        return float(self.param_groups[0]["hessian_power"])
 
     def _next_power(self) -> None:
         if self.hessian_power_scheduler is not None:

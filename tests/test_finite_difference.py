@@ -149,6 +149,22 @@ def test_missing_probes_are_named_after_the_weights_are_back():
     assert not opt.state
 
 
+def test_a_probe_without_a_backward_pass_is_named_after_the_weights_are_back():
+    net = make_net()
+    before = snapshot(net)
+    opt = SASSHA(net.parameters(), rho=0.1, hvp="finite_difference")
+    loss = make_loss(net)
+    loss().backward()
+    opt.perturb_weights()
+    loss().backward()
+    second = [p.grad.clone() for p in net.parameters()]
+    opt.probe_weights()
+    with pytest.raises(RuntimeError, match=r"run backward\(\) after probe_weights"):
+        opt.unperturb()
+    assert_same_bits(snapshot(net), before)
+    assert_same_bits([p.grad for p in net.parameters()], second)
+
+
 def test_the_upstream_point_is_refused():
     with pytest.raises(ValueError, match="has no hvp_point='upstream'"):
         SASSHA(make_net().parameters(), hvp="finite_difference", hvp_point="upstream")

@@ -1,0 +1,258 @@
+"""When the curvature is refreshed, and from which products: the part of the optimizer that knows the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain, compress, repeat
+from operator import contains, is_, is_not, itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from .accessors import grad, no_grad, set_grad, weights_moved
+from .contexts import CreateGraph, ModelContexts
+from .hutchinson import FiniteDifferences, probe_length
+from .passes import Product
+from .plan import Plan
+from .state import BIAS2, HESSIAN_STEP, UPSTREAM_CLOCK, adopt_clock
+from .stats import Stats
+
+__all__ = ["Curvature", "Refreshing"]
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Products for the coming update by id of the parameter, None if it is not a refresh."""
+
+    products: dict[int, Product] | None
+
+
+class Refreshing(ModelContexts):
+    """An optimizer with plans, a refresh clock and products. :class:`sassha_fast.SASSHA` adds the steps."""
+
+    lazy_hessian: int
+    n_samples: int
+    seed: int
+    hvp: str
+    backend: str
+    stats: Stats
+    _flat: list[Tensor]
+    _plans: dict[tuple[bool, ...] | None, Plan]
+    _ascent: Plan | None
+    _time: int | None  # the clock, from perturb_weights to the end of the step
+    _wants_graph: bool  # whether the running pass of a closure is the one that is differentiated again
+    _probe: FiniteDifferences | None
+    _probe_length: float
+    _weight_norm: float  # ‖x‖ of the ascent's parameters, on refreshes by finite differences
+
+    # ---- parameters and gradients -------------------------------------------------------------------------------
+
+    def _parameters(self) -> list[Tensor]:
+        """All parameters in order. A change of the groups' lists, by whomever, drops what was kept about them."""
+        lists = [group["params"] for group in self.param_groups]
+        if sum(map(len, lists)) != len(self._flat) or not all(map(is_, chain.from_iterable(lists), self._flat)):
+            self._flat = list(chain.from_iterable(lists))
+            self._plans.clear()
+        return self._flat
+
+    def _gather(self) -> tuple[Plan | None, list[Tensor]]:
+        """The plan for the parameters that have gradients, and these gradients."""
+        params = self._parameters()
+        grads = list(map(grad, params))
+        if all(map(is_not, grads, repeat(None))):
+            key = None
+        else:
+            key = tuple(map(is_not, grads, repeat(None)))
+            if not any(key):
+                return None, []
+            grads = list(compress(grads, key))
+        plan = self._plans.get(key)
+        if plan is None or not plan.is_current():
+            if len(self._plans) >= 8:  # a model whose set of gradients keeps changing
+                self._plans.clear()
+            plan = self._plans[key] = self._new_plan(key)
+        return plan, grads  # type: ignore[return-value]
+
+    def _new_plan(self, key: tuple[bool, ...] | None) -> Plan:
+        params, groups, names = self._flat, list[int](), list[str]()
+        for g, group in enumerate(self.param_groups):
+            given = group.get("param_names")
+            for i in range(len(group["params"])):
+                groups.append(g)
+                names.append(repr(given[i]) if given else f"parameter {i} of group {g}")
+        indices = list(range(len(params)))
+        if key is not None:
+            params, indices, groups, names = (list(compress(c, key)) for c in (params, indices, groups, names))  # type: ignore[assignment]
+        return Plan(params, indices, groups, len(self.param_groups), names, self.backend)
+
+    # ---- refresh ------------------------------------------------------------------------------------------------
+
+    @property
+    def hessian_due(self) -> bool:
+        """Whether the coming step refreshes the curvature. With exact products its second pass needs a graph.
+
+        True every ``lazy_hessian`` steps until a refresh has succeeded, and, once ``perturb_weights`` has shown which
+        parameters take part, also if one of them has no curvature yet.
+        """
+        if self._clock() % self.lazy_hessian == 0:
+            return True
+        ascent = self._ascent
+        return ascent is not None and not ascent.has_curvature and any(self._without_curvature(ascent))
+
+    @property
+    def probes_due(self) -> int:
+        """How many times ``probe_weights()`` and a backward pass have to follow the second one, in this step."""
+        if self.hvp == "exact" or not self.hessian_due:
+            return 0
+        return self.n_samples * (2 if self.hvp == "central_difference" else 1)
+
+    def _clock(self) -> int:
+        """Steps since the start, not counting steps whose refresh failed. It lives in the parameters' state."""
+        if self._time is not None:
+            return self._time
+        entries = self.state.values()
+        if any(map(contains, entries, repeat(UPSTREAM_CLOCK))):
+            for entry in entries:
+                if UPSTREAM_CLOCK in entry:
+                    adopt_clock(entry)
+        try:
+            return max(map(itemgetter(HESSIAN_STEP), entries), default=0)
+        except KeyError:  # entries without state, as after an adopted clock
+            return max((entry.get(HESSIAN_STEP, 0) for entry in entries), default=0)
+
+    def _without_curvature(self, plan: Plan) -> list[bool]:
+        """Which parameters have no curvature."""
+        if plan.has_curvature:
+            return [False] * len(plan.params)
+        missing = [not entry or not entry.get(BIAS2) for entry in map(self.state.get, plan.params)]
+        plan.has_curvature = not any(missing)
+        return missing
+
+    def _curvature_at(self, plan: Plan | None, grads: Sequence[Tensor], caller: str) -> Curvature:
+        """Products at the present weights, if a refresh is due. Raises if a scheduled one has no graph."""
+        if plan is None:
+            return Curvature(None)
+        clock = self._clock()
+        scheduled = clock % self.lazy_hessian == 0
+        if self.hvp != "exact":  # probes need the ascent's backup to come back from
+            if scheduled:
+                raise RuntimeError(
+                    f"SASSHA.{caller}: this step refreshes the curvature by finite differences, which need "
+                    "perturb_weights() (rho may be 0), probe_weights() and unperturb() before step()"
+                )
+            return Curvature(None)
+        due = [True] * len(grads) if scheduled else self._without_curvature(plan)
+        if not any(due):
+            return Curvature(None)
+        products = plan.exact_products(
+            grads, due, n_samples=self.n_samples, seed=self.seed, draw=clock * self.n_samples
+        )
+        if products is not None:
+            pairs = zip(plan.params, products, strict=True)
+            return Curvature({id(p): product for p, product in pairs if product is not None})
+        if scheduled:
+            raise RuntimeError(
+                f"SASSHA.{caller}: this step refreshes the curvature, but no gradient has a graph to differentiate. "
+                "Run the last backward pass as loss.backward(create_graph=opt.hessian_due)"
+            )
+        self.stats.skipped_refreshes += 1  # a latecomer waits for the next scheduled refresh
+        return Curvature(None)
+
+    def backward(self, loss: Tensor) -> None:
+        """``loss.backward()``, with a graph where the coming step needs one. For closures and hand-written loops."""
+        due = self.hvp == "exact" and self.hessian_due and self._wants_graph
+        with CreateGraph() if due else nullcontext():
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    # ---- finite differences -------------------------------------------------------------------------------------
+
+    @no_grad
+    def probe_weights(self) -> None:
+        """Moves the weights to the next finite-difference probe; the gradients there complete the product.
+
+        Call it, and a backward pass after it, ``probes_due`` times between the second backward pass and
+        :meth:`unperturb`, which puts the gradients of the second pass back.
+        """
+        if self._ascent is None or not self.probes_due:
+            raise RuntimeError(
+                f"SASSHA.probe_weights: no probe is due (hvp={self.hvp!r}, hessian_due={self.hessian_due}, weights "
+                f"perturbed: {self._ascent is not None}); call it probes_due times after perturb_weights()"
+            )
+        probe = self._probe
+        if probe is None:
+            elements = sum(p.numel() for p in self._ascent.params)
+            probe = self._probe = FiniteDifferences(
+                self._ascent,
+                self._take_grads(),
+                h=probe_length(self._weight_norm, elements),
+                n_samples=self.n_samples,
+                central=self.hvp == "central_difference",
+                seed=self.seed,
+                draw=self._clock() * self.n_samples,
+            )
+        elif probe.done == len(probe.offsets):
+            raise RuntimeError(f"SASSHA.probe_weights: all {probe.done} probes were taken; call unperturb()")
+        else:
+            probe.collect(self._take_grads())
+        probe.advance()
+        weights_moved(self._ascent.params)
+
+    def _take_grads(self) -> dict[int, Tensor]:
+        """The gradients by id of their parameter, which is left without one."""
+        plan, grads = self._gather()
+        if plan is None:
+            return {}
+        taken = {id(p): g.detach() for p, g in zip(plan.params, grads, strict=True)}
+        any(map(set_grad, self._flat, repeat(None)))
+        return taken
+
+    def _probed_curvature(self, *, fused: bool = True) -> Curvature:
+        """The products of the probes that were taken; gives ∇f(x+ε) back to the parameters."""
+        probe, self._probe = self._probe, None
+        if probe is None or probe.done < len(probe.offsets):
+            if probe is not None:
+                self._give_back(probe)
+            if self._clock() % self.lazy_hessian != 0 and probe is None:
+                self.stats.skipped_refreshes += 1
+                return Curvature(None)
+            raise RuntimeError(
+                f"SASSHA.unperturb: this step refreshes the curvature by finite differences, but "
+                f"{0 if probe is None else probe.done} of {self.probes_due} probes were taken; run "
+                "`for _ in range(opt.probes_due): opt.probe_weights(); loss().backward()` before unperturb()"
+            )
+        last = self._take_grads()
+        self._give_back(probe)
+        probe.collect(last)
+        self._probe_length = probe.h
+        return Curvature(self._due_only(probe.products(fused=fused)))
+
+    def _due_only(self, products: dict[int, Product]) -> dict[int, Product]:
+        if self._clock() % self.lazy_hessian == 0 or self._ascent is None:
+            return products
+        missing = zip(self._ascent.params, self._without_curvature(self._ascent), strict=True)
+        return {id(p): products[id(p)] for p, is_missing in missing if is_missing and id(p) in products}
+
+    def _give_back(self, probe: FiniteDifferences) -> None:
+        for p in self._flat:
+            p.grad = probe.second_pass.get(id(p))
+
+    def _record_refresh(
+        self, states: list[dict[str, Any]], products: Sequence[Product | None], bias2: list[float], tallies: Tensor
+    ) -> bool:
+        """Takes over what a refresh brought. Returns whether any product was finite."""
+        finite = tallies[:, 2].tolist()
+        elements = sum(product.value.numel() for product in products if product is not None)
+        for entry, product, count, correction in zip(states, products, finite, bias2, strict=True):
+            if product is not None and (count or product.value.numel() == 0):
+                entry[BIAS2] = correction
+        total = sum(finite)
+        if total == 0 and elements > 0:
+            self.stats.skipped_refreshes += 1
+            return False
+        self.stats.refreshes += 1
+        self.stats.partial_refreshes += total < elements
+        self.stats.trace = tallies[:, 0].sum()
+        self.stats.negative_share = tallies[:, 1].sum() / max(total, 1.0)
+        return True
