@@ -2,26 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .contexts import CreateGraph, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
+from .passes import Product
+from .refresh import Curvature
 
 if TYPE_CHECKING:
     from .optimizer import SASSHA
-    from .refresh import Curvature
 
-__all__ = ["Closure", "closure_step"]
+__all__ = ["Accumulated", "Closure", "closure_step"]
 
 Closure = Callable[[], "Tensor | float"]
 
 
-def closure_step(opt: SASSHA, closure: Closure, hessian_closure: Closure | None) -> Tensor | float:
+class Accumulated:
+    """Closures of several micro-batches as one: gradients and products are summed over them.
+
+    Each runs forward and backward passes of its own part of the loss and leaves zeroing gradients to the optimizer.
+    """
+
+    def __init__(self, opt: SASSHA, closures: Sequence[Closure]) -> None:
+        """Binds the closures to their optimizer."""
+        if not closures or not all(map(callable, closures)):
+            raise TypeError(f"SASSHA.step: closure is {closures!r}, expected a function or a sequence of functions")
+        self.opt, self.closures = opt, closures
+
+    def __call__(self) -> Tensor | float:
+        """All micro-batches in one pass; gradients add up in ``p.grad``."""
+        _set_grads(self.opt, {})
+        return sum((_detached(closure()) for closure in self.closures), start=0.0)
+
+    def differentiate(self) -> Tensor | float:
+        """The same with products, of one micro-batch after the other: there is never more than one graph."""
+        total: Tensor | float = 0.0
+        grads: dict[int, Tensor] = {}
+        products: dict[int, Product] = {}
+        for closure in self.closures:
+            _set_grads(self.opt, {})
+            total = total + _detached(closure())
+            plan, found = self.opt._gather()
+            with torch.no_grad():
+                curvature = self.opt._curvature_at(plan, found, "step")
+                for key, product in (curvature.products or {}).items():
+                    known = products.get(key)
+                    products[key] = product if known is None else replace(known, value=known.value + product.value)
+                for key, g in self.opt._take_grads().items():
+                    grads[key] = grads[key] + g if key in grads else g
+        _set_grads(self.opt, grads)
+        self.opt._curvature = Curvature(products)
+        return total
+
+
+def _detached(loss: Tensor | float) -> Tensor | float:
+    return loss.detach() if isinstance(loss, Tensor) else loss
+
+
+def closure_step(
+    opt: SASSHA, closure: Closure | Sequence[Closure], hessian_closure: Closure | Sequence[Closure] | None
+) -> Tensor | float:
     """All passes of one step. An exception in a closure restores weights, BatchNorm and random numbers."""
+    first = _as_closure(opt, closure)
+    other = None if hessian_closure is None else _as_closure(opt, hessian_closure)
     opt._curvature = opt._time = None
     rho = opt._next_rho()
     random = RandomState(p.device for p in opt._parameters())
@@ -30,7 +78,7 @@ def closure_step(opt: SASSHA, closure: Closure, hessian_closure: Closure | None)
         # On a refresh also the first pass avoids what has no double backward: compiled and eager dropout, say, draw
         # different masks from one seed.
         with refresh_context(opt._model) if opt.hvp == "exact" and opt.hessian_due else nullcontext():
-            return _all_passes(opt, rho, closure, hessian_closure, random)
+            return _all_passes(opt, rho, first, other, random)
     except BaseException:
         ascent, opt._ascent = opt._ascent, None
         if ascent is not None:
@@ -40,6 +88,10 @@ def closure_step(opt: SASSHA, closure: Closure, hessian_closure: Closure | None)
             statistics.restore()
         opt._end_of_step()
         raise
+
+
+def _as_closure(opt: SASSHA, closure: Closure | Sequence[Closure]) -> Closure:
+    return closure if callable(closure) else Accumulated(opt, closure)
 
 
 def _all_passes(
@@ -73,10 +125,10 @@ def _run(opt: SASSHA, closure: Closure, *, differentiated: bool) -> Tensor | flo
             if graph:
                 stack.enter_context(refresh_context(opt._model))
                 stack.enter_context(CreateGraph())
-            loss = closure()
+            loss = closure.differentiate() if graph and isinstance(closure, Accumulated) else closure()
     finally:
         opt._wants_graph = True
-    return loss.detach() if isinstance(loss, Tensor) else loss
+    return _detached(loss)
 
 
 def _replayed(opt: SASSHA, closure: Closure, random: RandomState, *, differentiated: bool) -> Tensor | float:
@@ -111,6 +163,8 @@ def _differentiated(opt: SASSHA, hessian_closure: Closure, random: RandomState) 
     kept = opt._take_grads()
     try:
         _replayed(opt, hessian_closure, random, differentiated=True)
+        if opt._curvature is not None:  # summed over micro-batches
+            return opt._curvature
         plan, grads = opt._gather()
         return opt._curvature_at(plan, grads, "step(hessian_closure=)")
     finally:
@@ -137,7 +191,7 @@ def _finish(opt: SASSHA, curvature: Curvature | None) -> None:
         return
     plan.bind_grads(grads)
     if curvature is None:
-        curvature = opt._curvature_at(plan, grads, "step")
+        curvature = opt._curvature or opt._curvature_at(plan, grads, "step")
     opt._detach_grads(grads)
     ascent, opt._ascent = opt._ascent, None
     fused = ascent is plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import is_, is_not, itemgetter
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import backends, reference, schedules
 from .accessors import IDLE_REFCOUNT, grad, no_grad, requires_grad, set_grad, weights_moved
 from .checks import check_choice, check_count, check_group, check_number, check_param, check_single_process
-from .closures import closure_step
+from .closures import Closure, closure_step
 from .contexts import RandomState
 from .hutchinson import FiniteDifferences
 from .passes import Product
@@ -256,9 +256,9 @@ class SASSHA(Refreshing):
     @no_grad
     def step(  # type: ignore[override]
         self,
-        closure: Callable[[], Tensor | float] | None = None,
+        closure: Closure | Sequence[Closure] | None = None,
         *,
-        hessian_closure: Callable[[], Tensor | float] | None = None,
+        hessian_closure: Closure | Sequence[Closure] | None = None,
     ) -> Tensor | float | None:
         """Takes a step: from the gradients that are there, or with a closure from beginning to end.
 
@@ -266,7 +266,8 @@ class SASSHA(Refreshing):
             closure: Zeroes gradients, runs forward and backward passes and returns the loss. It is called once at x
                 and once at x + ε, under ``enable_grad``, with the same random numbers; BatchNorm statistics of an
                 attached model move once. A plain ``loss.backward()`` is enough on refreshes too. With ρ = 0 it is
-                called once.
+                called once. A sequence of closures accumulates over micro-batches: each runs forward and backward
+                passes of its part of the loss and zeroes nothing.
             hessian_closure: On refreshes, computes the products from another, usually smaller, batch.
 
         Returns:
