@@ -2,8 +2,9 @@
 
 from . import backends, schedules
 from .optimizer import SASSHA
+from .preflight import ModelReport, check_model
 from .stats import Stats
 
-__all__ = ["SASSHA", "Stats", "__version__", "backends", "schedules"]
+__all__ = ["SASSHA", "ModelReport", "Stats", "__version__", "backends", "check_model", "schedules"]
 
 __version__ = "0.1.0"

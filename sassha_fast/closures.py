@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from .contexts import CreateGraph, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
 from .passes import Product
@@ -65,7 +67,10 @@ def _detached(loss: Tensor | float) -> Tensor | float:
 
 
 def closure_step(
-    opt: SASSHA, closure: Closure | Sequence[Closure], hessian_closure: Closure | Sequence[Closure] | None
+    opt: SASSHA,
+    closure: Closure | Sequence[Closure],
+    hessian_closure: Closure | Sequence[Closure] | None,
+    scaler: GradScaler | None = None,
 ) -> Tensor | float:
     """All passes of one step. An exception in a closure restores weights, BatchNorm and random numbers."""
     first = _as_closure(opt, closure)
@@ -78,7 +83,7 @@ def closure_step(
         # On a refresh also the first pass avoids what has no double backward: compiled and eager dropout, say, draw
         # different masks from one seed.
         with refresh_context(opt._model) if opt.hvp == "exact" and opt.hessian_due else nullcontext():
-            return _all_passes(opt, rho, first, other, random)
+            return _all_passes(opt, rho, first, other, random, scaler)
     except BaseException:
         ascent, opt._ascent = opt._ascent, None
         if ascent is not None:
@@ -95,7 +100,12 @@ def _as_closure(opt: SASSHA, closure: Closure | Sequence[Closure]) -> Closure:
 
 
 def _all_passes(
-    opt: SASSHA, rho: list[float], closure: Closure, hessian_closure: Closure | None, random: RandomState
+    opt: SASSHA,
+    rho: list[float],
+    closure: Closure,
+    hessian_closure: Closure | None,
+    random: RandomState,
+    scaler: GradScaler | None,
 ) -> Tensor | float:
     ascends = any(r != 0.0 for r in rho) or any(isinstance(group["rho"], Tensor) for group in opt.param_groups)
     graph = hessian_closure is None  # the descent pass is the one to differentiate again
@@ -111,7 +121,7 @@ def _all_passes(
         curvature = _probed(opt, closure, hessian_closure, random)
     elif hessian_closure is not None and opt.hessian_due:
         curvature = _differentiated(opt, hessian_closure, random)
-    _finish(opt, curvature)
+    _finish(opt, curvature, scaler)
     return loss
 
 
@@ -176,7 +186,7 @@ def _set_grads(opt: SASSHA, grads: dict[int, Tensor]) -> None:
         p.grad = grads.get(id(p))
 
 
-def _finish(opt: SASSHA, curvature: Curvature | None) -> None:
+def _finish(opt: SASSHA, curvature: Curvature | None, scaler: GradScaler | None) -> None:
     """The update, from x + ε or from x."""
     ascent = opt._ascent
     if ascent is not None and opt.hvp_point == "upstream":  # the authors' point asks for x before the product
@@ -193,7 +203,19 @@ def _finish(opt: SASSHA, curvature: Curvature | None) -> None:
     if curvature is None:
         curvature = opt._curvature or opt._curvature_at(plan, grads, "step")
     opt._detach_grads(grads)
+    overflowed = False
+    if scaler is not None:
+        scaler.unscale_(opt)  # in place, so the passes see it
+        curvature = curvature.unscaled(scaler.get_scale())
+        opt.stats.divide_by(scaler.get_scale())
+        overflowed = not math.isfinite(float(plan.square_sums(adaptive=False).sum()))
     ascent, opt._ascent = opt._ascent, None
+    if overflowed:
+        if ascent is not None:
+            ascent.restore()
+        opt.stats.skipped_steps += 1
+        opt._end_of_step()
+        return
     fused = ascent is plan
     if ascent is not None and not fused:  # other parameters had gradients in the first pass
         ascent.restore()

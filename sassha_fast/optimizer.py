@@ -8,7 +8,9 @@ from itertools import chain, repeat
 from operator import is_, is_not, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from . import backends, reference, schedules
 from .accessors import IDLE_REFCOUNT, grad, no_grad, requires_grad, set_grad, weights_moved
@@ -84,6 +86,8 @@ class SASSHA(Refreshing):
     ``lr``, ``betas``, ``weight_decay``, ``rho``, ``perturb_eps``, ``eps``, ``hessian_power`` and ``maximize`` may
     differ between parameter groups.
     """
+
+    _step_supports_amp_scaling = True  # GradScaler.step then sets `grad_scale` and `found_inf` for the call
 
     def __init__(
         self,
@@ -224,17 +228,23 @@ class SASSHA(Refreshing):
             any(map(set_grad, self._flat, repeat(None)))  # for all p: p.grad = None
 
     @no_grad
-    def unperturb(self) -> None:
+    def unperturb(self, scaler: GradScaler | None = None) -> None:
         """Restores x, bit for bit; on a refresh, first takes the Hessian-vector products at x + ε.
 
         It always restores. If a refresh is due and the gradients have no graph it raises afterwards.
+
+        Args:
+            scaler: The ``torch.amp.GradScaler`` that scaled the losses, whose scale the products carry too.
         """
         if self._ascent is None:
             raise RuntimeError("SASSHA.unperturb: the weights are not perturbed; call perturb_weights() first")
         upstream = self.hvp_point == "upstream"
         try:
             if not upstream:
-                self._curvature = self._curvature_on_ascent()
+                found = self._curvature_on_ascent()
+                self._curvature = Curvature(found.products, None if scaler is None else scaler.get_scale())
+            if scaler is not None:
+                self.stats.divide_by(scaler.get_scale())
         finally:
             ascent, self._ascent = self._ascent, None
             ascent.restore()
@@ -259,6 +269,7 @@ class SASSHA(Refreshing):
         closure: Closure | Sequence[Closure] | None = None,
         *,
         hessian_closure: Closure | Sequence[Closure] | None = None,
+        scaler: GradScaler | None = None,
     ) -> Tensor | float | None:
         """Takes a step: from the gradients that are there, or with a closure from beginning to end.
 
@@ -268,6 +279,8 @@ class SASSHA(Refreshing):
                 attached model move once. A plain ``loss.backward()`` is enough on refreshes too. With ρ = 0 it is
                 called once. A sequence of closures accumulates over micro-batches: each runs forward and backward
                 passes of its part of the loss and zeroes nothing.
+            scaler: The ``torch.amp.GradScaler`` with which closures scale their losses. ``scaler.update()`` follows;
+                where gradients overflowed, nothing is changed. (``scaler.step(opt)`` is for the three calls.)
             hessian_closure: On refreshes, computes the products from another, usually smaller, batch.
 
         Returns:
@@ -279,9 +292,12 @@ class SASSHA(Refreshing):
             raise RuntimeError("SASSHA.step: the weights are still perturbed; call unperturb() first")
         check_single_process()
         if closure is not None:
-            return closure_step(self, closure, hessian_closure)
-        if hessian_closure is not None:
-            raise TypeError("SASSHA.step: hessian_closure was given without closure; pass both")
+            return closure_step(self, closure, hessian_closure, scaler)
+        if hessian_closure is not None or scaler is not None:
+            raise TypeError(
+                "SASSHA.step: hessian_closure or scaler was given without closure; pass a closure too, or use the "
+                "three calls with unperturb(scaler=scaler) and scaler.step(opt)"
+            )
         plan, grads = self._gather()
         if plan is not None and self._is_priming(grads):
             self._states(plan)
@@ -289,9 +305,32 @@ class SASSHA(Refreshing):
             plan.bind_grads(grads)
             curvature = self._curvature or self._curvature_at(plan, grads, "step")
             self._detach_grads(grads)
+            overflow: Tensor | None = getattr(self, "found_inf", None)
+            if overflow is not None:  # called by GradScaler.step
+                if overflow.item():
+                    self.stats.skipped_steps += 1
+                    self._end_of_step()
+                    return None
+                curvature = self._unscaled(grads, curvature)
             self._update(plan, curvature.products)
         self._end_of_step()
         return None
+
+    def _unscaled(self, grads: list[Tensor], curvature: Curvature) -> Curvature:
+        """Takes the loss scale out of gradients that GradScaler left scaled, and out of the products."""
+        left: Tensor | None = getattr(self, "grad_scale", None)
+        scale = None if left is None else float(left)
+        if curvature.products is not None:
+            known = curvature.loss_scale or scale
+            if known is None:
+                raise RuntimeError(
+                    "SASSHA.step: GradScaler has unscaled the gradients, but the products of this refresh still carry "
+                    "a loss scale that is not known here; call unperturb(scaler=scaler)"
+                )
+            curvature = curvature.unscaled(known)
+        if scale is not None:
+            torch._foreach_mul_([g.detach() for g in grads], 1.0 / scale)
+        return curvature
 
     def _end_of_step(self) -> None:
         self._curvature = self._time = self._random = self._probe = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, compress, repeat
 from operator import contains, is_, is_not, itemgetter
 from typing import Any
@@ -24,9 +24,21 @@ __all__ = ["Curvature", "Refreshing"]
 
 @dataclass(frozen=True)
 class Curvature:
-    """Products for the coming update by id of the parameter, None if it is not a refresh."""
+    """Products for the coming update.
+
+    Attributes:
+        products: By id of the parameter; None if the step is no refresh.
+        loss_scale: What the loss was multiplied by in the pass that gave them, if that is known.
+    """
 
     products: dict[int, Product] | None
+    loss_scale: float | None = None
+
+    def unscaled(self, loss_scale: float) -> Curvature:
+        """Products of the loss itself."""
+        if self.products is None:
+            return self
+        return Curvature({key: replace(p, value=p.value / loss_scale) for key, p in self.products.items()})
 
 
 class Refreshing(ModelContexts):

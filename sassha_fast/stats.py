@@ -24,6 +24,7 @@ class Stats:
         ascent_gap: The increase of the loss that the ascent caused. Only closures see it: NaN after the three calls.
         refreshes: Refreshes that succeeded.
         partial_refreshes: Those among them in which some products were not finite.
+        skipped_steps: Steps left out because their scaled gradients had overflowed.
         skipped_refreshes: Refreshes in which no product was finite, or that had no graph.
         square_sums: Squared norm of the first gradient, per group (of |x|⊙g with ``adaptive``).
         scales: Length of ε over length of g, per group.
@@ -35,6 +36,7 @@ class Stats:
     refreshes: int = 0
     partial_refreshes: int = 0
     skipped_refreshes: int = 0
+    skipped_steps: int = 0
     square_sums: Tensor = field(default_factory=_unknown)
     scales: Tensor = field(default_factory=_unknown)
 
@@ -47,3 +49,8 @@ class Stats:
     def predicted_gap(self) -> Tensor:
         """ε·g, the first-order prediction of the increase of the loss that the ascent causes: ρ‖g‖."""
         return (self.scales.abs() * self.square_sums).sum()
+
+    def divide_by(self, loss_scale: float) -> None:
+        """Takes a loss scale out of the numbers of the ascent."""
+        self.square_sums = self.square_sums / loss_scale**2
+        self.scales = self.scales * loss_scale

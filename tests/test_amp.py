@@ -1,0 +1,150 @@
+"""Autocast and GradScaler."""
+
+import pytest
+import torch
+from test_closure import closure_of
+from torch.amp import GradScaler
+from training import (
+    BACKENDS,
+    assert_same_bits,
+    assert_same_state,
+    make_batch,
+    make_loss,
+    make_net,
+    snapshot,
+    state_of,
+    three_calls,
+)
+
+from sassha_fast import SASSHA
+
+OPTIONS = {"lr": 0.02, "rho": 0.05, "lazy_hessian": 4}
+SCALE = 1024.0
+
+
+def scaled_calls(opt, loss, scaler, *, clip=False, tell=True):
+    scaler.scale(loss()).backward()
+    opt.perturb_weights()
+    scaler.scale(loss()).backward(create_graph=opt.hvp == "exact" and opt.hessian_due)
+    for _ in range(opt.probes_due):
+        opt.probe_weights()
+        scaler.scale(loss()).backward()
+    opt.unperturb(scaler=scaler if tell else None)
+    if clip:
+        scaler.unscale_(opt)
+        torch.nn.utils.clip_grad_norm_([p for g in opt.param_groups for p in g["params"]], 1e9)
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+
+
+def scaled_closure(opt, loss, scaler):
+    def closure():
+        opt.zero_grad()
+        value = loss()
+        scaler.scale(value).backward()
+        return value
+
+    opt.step(closure, scaler=scaler)
+    scaler.update()
+
+
+def trained(way, backend="auto", steps=9, **options):
+    net = make_net()
+    opt = SASSHA(net.parameters(), backend=backend, **OPTIONS, **options)
+    loss = make_loss(net)
+    scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=10**6)
+    for _ in range(steps):
+        way(opt, loss, scaler)
+    return net, opt
+
+
+def plain(opt, loss, scaler):
+    del scaler
+    opt.step(closure_of(opt, loss))
+
+
+WAYS = {
+    "three_calls": scaled_calls,
+    "unscaled_for_clipping": lambda *args: scaled_calls(*args, clip=True),
+    "scale_from_the_scaler_alone": lambda *args: scaled_calls(*args, tell=False),
+    "closure": scaled_closure,
+}
+
+
+@pytest.mark.parametrize("hvp", ["exact", "finite_difference"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_scale_leaves_no_trace(way, backend, hvp):
+    """Powers of two scale exactly, so what remains is perturb_eps beside a larger norm: below the last bit of ε."""
+    expected, expected_opt = trained(plain, backend, hvp=hvp)
+    found, opt = trained(WAYS[way], backend, hvp=hvp)
+    for a, b in zip(snapshot(found), snapshot(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert opt.stats.trace.item() == pytest.approx(expected_opt.stats.trace.item(), rel=1e-4)
+    assert opt.stats.refreshes == expected_opt.stats.refreshes
+    if way != "scale_from_the_scaler_alone":
+        assert opt.stats.predicted_gap.item() == pytest.approx(expected_opt.stats.predicted_gap.item(), rel=1e-4)
+
+
+def overflowing(base, bad_call):
+    calls = 0
+
+    def loss():
+        nonlocal calls
+        calls += 1
+        return base() * (float("inf") if calls == bad_call else 1.0)
+
+    return loss
+
+
+@pytest.mark.parametrize("way", ["three_calls", "closure"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_overflow_at_the_perturbed_weights_changes_nothing_and_training_goes_on(way, backend):
+    net = make_net()
+    opt = SASSHA(net.parameters(), backend=backend, **OPTIONS)
+    base = make_loss(net)
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    WAYS[way](opt, base, scaler)
+    before, state = snapshot(net), state_of(opt)
+    WAYS[way](opt, overflowing(base, 2), scaler)
+    assert_same_bits(snapshot(net), before)
+    assert_same_state(state_of(opt), state)
+    assert opt.stats.skipped_steps == 1
+    assert scaler.get_scale() == SCALE / 2
+    WAYS[way](opt, base, scaler)
+    assert opt.state[net[0].weight]["step"] == 2
+
+
+@pytest.mark.parametrize("way", ["three_calls", "closure"])
+def test_overflow_before_the_ascent_leaves_a_step_without_ascent(way):
+    net = make_net()
+    opt = SASSHA(net.parameters(), **OPTIONS)
+    WAYS[way](opt, overflowing(make_loss(net), 1), GradScaler("cpu", init_scale=SCALE))
+    assert not opt.stats.scales.any()
+    assert opt.state[net[0].weight]["step"] == 1
+    assert all(torch.isfinite(p).all() for p in net.parameters())
+
+
+def test_a_refresh_whose_scale_is_unknown_is_refused():
+    net = make_net()
+    before = snapshot(net)
+    opt = SASSHA(net.parameters(), **OPTIONS)
+    with pytest.raises(RuntimeError, match=r"call unperturb\(scaler=scaler\)"):
+        scaled_calls(opt, make_loss(net), GradScaler("cpu", init_scale=SCALE), clip=True, tell=False)
+    assert_same_bits(snapshot(net), before)
+
+
+def test_a_scaler_without_a_closure_is_refused():
+    with pytest.raises(TypeError, match="use the three calls"):
+        SASSHA(make_net().parameters()).step(scaler=GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_around_the_whole_step_trains(dtype):
+    net = make_net()
+    x, y = make_batch()
+    opt = SASSHA(net.parameters(), **OPTIONS)
+    with torch.autocast("cpu", dtype=dtype):
+        losses = [three_calls(opt, lambda: torch.nn.functional.cross_entropy(net(x).float(), y)) for _ in range(30)]
+    assert losses[-1] < 0.9 * losses[0]
