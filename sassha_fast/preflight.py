@@ -139,7 +139,7 @@ def _refuses(grads: tuple[Tensor | None, ...]) -> bool:
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if node.name() == "Error":
+        if node.name().endswith("::Error"):
             return True
         following = {edge[0] for edge in node.next_functions if edge[0] is not None} - seen
         seen |= following

@@ -83,7 +83,7 @@ def test_parameters_that_are_sparse_or_not_real_are_refused(param, message):
 
 def test_a_hessian_closure_alone_is_refused():
     opt = SASSHA(make_net().parameters())
-    with pytest.raises(TypeError, match="hessian_closure was given without closure"):
+    with pytest.raises(TypeError, match="hessian_closure or scaler was given without closure"):
         opt.step(hessian_closure=lambda: None)
 
 
