@@ -78,8 +78,8 @@ def write_ninja(build_dir: Path, target: Path) -> Path:
 
     csrc = ROOT / "csrc"
     compile_one(csrc / "ops.cpp", "ops")
-    compile_one(csrc / "cpu" / "ops.cpp", "cpu_ops")
-    compile_one(csrc / "cpu" / "isa.cpp", "cpu_isa")
+    for name in ("ops", "table", "launch", "isa"):
+        compile_one(csrc / "cpu" / f"{name}.cpp", f"cpu_{name}")
     for isa, isa_flags in ISAS.items():
         for kernel in KERNELS:
             compile_one(

@@ -1,4 +1,4 @@
-// Schemas only. Kernels are registered per device: csrc/cpu/ops.cpp.
+// Schemas only. Kernels are registered per device: csrc/cpu/ops.cpp and table.cpp.
 //
 // The first block says what it mutates, works under torch.compile and is what tests check with opcheck. The second
 // works on a table of addresses that Python keeps between steps; it is for eager execution by the optimizer alone.
