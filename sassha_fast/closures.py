@@ -38,7 +38,7 @@ class Accumulated:
 
     def __call__(self) -> Tensor | float:
         """All micro-batches in one pass; gradients add up in ``p.grad``."""
-        _set_grads(self.opt, {})
+        self.opt._set_grads({})
         return sum((_detached(closure()) for closure in self.closures), start=0.0)
 
     def differentiate(self) -> Tensor | float:
@@ -47,7 +47,7 @@ class Accumulated:
         grads: dict[int, Tensor] = {}
         products: dict[int, Product] = {}
         for closure in self.closures:
-            _set_grads(self.opt, {})
+            self.opt._set_grads({})
             total = total + _detached(closure())
             plan, found = self.opt._gather()
             with torch.no_grad():
@@ -57,7 +57,7 @@ class Accumulated:
                     products[key] = product if known is None else replace(known, value=known.value + product.value)
                 for key, g in self.opt._take_grads().items():
                     grads[key] = grads[key] + g if key in grads else g
-        _set_grads(self.opt, grads)
+        self.opt._set_grads(grads)
         self.opt._curvature = Curvature(products)
         return total
 
@@ -85,9 +85,7 @@ def closure_step(
         with refresh_context(opt._model) if opt.hvp == "exact" and opt.hessian_due else nullcontext():
             return _all_passes(opt, rho, first, other, random, scaler)
     except BaseException:
-        ascent, opt._ascent = opt._ascent, None
-        if ascent is not None:
-            ascent.restore()
+        opt._undo_ascent()
         random.restore()
         if statistics is not None:
             statistics.restore()
@@ -157,7 +155,7 @@ def _probed(opt: SASSHA, closure: Closure, hessian_closure: Closure | None, rand
     kept = opt._take_grads()
     _replayed(opt, hessian_closure, random, differentiated=False)
     curvature = _take_probes(opt, hessian_closure, random, fused=False)
-    _set_grads(opt, kept)
+    opt._set_grads(kept)
     return curvature
 
 
@@ -178,46 +176,35 @@ def _differentiated(opt: SASSHA, hessian_closure: Closure, random: RandomState) 
         plan, grads = opt._gather()
         return opt._curvature_at(plan, grads, "step(hessian_closure=)")
     finally:
-        _set_grads(opt, kept)
-
-
-def _set_grads(opt: SASSHA, grads: dict[int, Tensor]) -> None:
-    for p in opt._parameters():
-        p.grad = grads.get(id(p))
+        opt._set_grads(kept)
 
 
 def _finish(opt: SASSHA, curvature: Curvature | None, scaler: GradScaler | None) -> None:
     """The update, from x + ε or from x."""
-    ascent = opt._ascent
-    if ascent is not None and opt.hvp_point == "upstream":  # the authors' point asks for x before the product
-        ascent.restore()
-        opt._ascent = None
+    if opt.hvp_point == "upstream":  # the authors' point asks for x before the product, which the graph must not notice
+        opt._undo_ascent(tell_autograd=False)
     plan, grads = opt._gather()
     if plan is None:
-        if opt._ascent is not None:
-            opt._ascent.restore()
-        opt._ascent = None
+        opt._undo_ascent()
         opt._end_of_step()
         return
     plan.bind_grads(grads)
     if curvature is None:
         curvature = opt._curvature or opt._curvature_at(plan, grads, "step")
     opt._detach_grads(grads)
-    overflowed = False
     if scaler is not None:
         scaler.unscale_(opt)  # in place, so the passes see it
         curvature = curvature.unscaled(scaler.get_scale())
         opt.stats.divide_by(scaler.get_scale())
-        overflowed = not math.isfinite(float(plan.square_sums(adaptive=False).sum()))
-    ascent, opt._ascent = opt._ascent, None
-    if overflowed:
-        if ascent is not None:
-            ascent.restore()
-        opt.stats.skipped_steps += 1
-        opt._end_of_step()
-        return
-    fused = ascent is plan
-    if ascent is not None and not fused:  # other parameters had gradients in the first pass
-        ascent.restore()
+        if not math.isfinite(float(plan.square_sums(adaptive=False).sum())):
+            opt._undo_ascent()
+            opt.stats.skipped_steps += 1
+            opt._end_of_step()
+            return
+    fused = opt._ascent is plan
+    if fused:
+        opt._ascent = None
+    else:  # other parameters had gradients in the first pass, or there was no ascent
+        opt._undo_ascent()
     opt._update(plan, curvature.products, restore=fused)
     opt._end_of_step()

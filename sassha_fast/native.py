@@ -112,7 +112,7 @@ class NativePasses(Passes):
         self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: int
     ) -> None:
         """See :meth:`Passes.perturb`."""
-        into_grads = self.shared == 0 and (take_grads is True or (take_grads is not False and all(take_grads)))
+        into_grads = self.shared == 0 and (take_grads if isinstance(take_grads, bool) else all(take_grads))
         if into_grads:
             self.backups = self.grads
         else:

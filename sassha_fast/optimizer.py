@@ -245,11 +245,8 @@ class SASSHA(Refreshing):
                 self._curvature = Curvature(found.products, None if scaler is None else scaler.get_scale())
             if scaler is not None:
                 self.stats.divide_by(scaler.get_scale())
-        finally:
-            ascent, self._ascent = self._ascent, None
-            ascent.restore()
-            if not upstream:  # there, the graph is still to be used, with weights that it did not see
-                weights_moved(ascent.params)
+        finally:  # upstream, the graph is still to be used, with weights that it did not see
+            self._undo_ascent(tell_autograd=not upstream)
 
     def _curvature_on_ascent(self) -> Curvature:
         if not self.hessian_due:

@@ -54,6 +54,7 @@ class Plan:
             (backends.choose(backend, device)(members.take(positions) if len(by_device) > 1 else members), positions)
             for device, positions in by_device.items()
         ]
+        self.places = {i: (passes, j) for passes, positions in self.parts for j, i in enumerate(positions)}
         self.has_curvature = False  # every parameter has some; once true, it stays true
         self.states: list[dict[str, Any]] = []
         self.state_addresses: list[list[int]] = []
@@ -140,10 +141,8 @@ class Plan:
 
     def signs_in_registers(self, position: int) -> bool:
         """Whether the update can draw the signs of this parameter's product again itself."""
-        for passes, positions in self.parts:
-            if position in positions:
-                return passes.signs_in_registers(positions.index(position))
-        raise IndexError(position)
+        passes, local = self.places[position]
+        return passes.signs_in_registers(local)
 
     def step(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, compress, repeat
@@ -220,12 +220,25 @@ class Refreshing(ModelContexts):
         any(map(set_grad, self._flat, repeat(None)))
         return taken
 
+    def _set_grads(self, grads: Mapping[int, Tensor]) -> None:
+        """Gives every parameter the gradient under its id, or none."""
+        for p in self._parameters():
+            p.grad = grads.get(id(p))
+
+    def _undo_ascent(self, *, tell_autograd: bool = True) -> None:
+        """Puts x back, if the weights are perturbed."""
+        ascent, self._ascent = self._ascent, None
+        if ascent is not None:
+            ascent.restore()
+            if tell_autograd:
+                weights_moved(ascent.params)
+
     def _probed_curvature(self, *, fused: bool = True) -> Curvature:
         """The products of the probes that were taken; gives ∇f(x+ε) back to the parameters."""
         probe, self._probe = self._probe, None
         if probe is None or probe.done < len(probe.offsets):
             if probe is not None:
-                self._give_back(probe)
+                self._set_grads(probe.second_pass)
             if self._clock() % self.lazy_hessian != 0 and probe is None:
                 self.stats.skipped_refreshes += 1
                 return Curvature(None)
@@ -235,7 +248,7 @@ class Refreshing(ModelContexts):
                 "`for _ in range(opt.probes_due): opt.probe_weights(); loss().backward()` before unperturb()"
             )
         last = self._take_grads()
-        self._give_back(probe)
+        self._set_grads(probe.second_pass)
         probe.collect(last)
         self._probe_length = probe.h
         return Curvature(self._due_only(probe.products(fused=fused)))
@@ -245,10 +258,6 @@ class Refreshing(ModelContexts):
             return products
         missing = zip(self._ascent.params, self._without_curvature(self._ascent), strict=True)
         return {id(p): products[id(p)] for p, is_missing in missing if is_missing and id(p) in products}
-
-    def _give_back(self, probe: FiniteDifferences) -> None:
-        for p in self._flat:
-            p.grad = probe.second_pass.get(id(p))
 
     def _record_refresh(
         self, states: list[dict[str, Any]], products: Sequence[Product | None], bias2: list[float], tallies: Tensor

@@ -179,6 +179,27 @@ def test_an_exception_in_the_closure_leaves_everything_as_it_was(fails_at, backe
     opt.step(closure_of(opt, loss_fn))
 
 
+def test_autocast_sees_the_restored_weights_after_an_exception():
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    opt = SASSHA([p], rho=1.0)
+    x = torch.ones(1, 4)
+    outputs = []
+
+    def closure():
+        opt.zero_grad()
+        outputs.append(torch.nn.functional.linear(x, p))
+        outputs[-1].float().square().sum().backward()
+        if len(outputs) == 2:
+            raise ZeroDivisionError
+        return outputs[-1].sum()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ZeroDivisionError):
+            opt.step(closure)
+        assert not torch.equal(outputs[1], outputs[0])
+        assert torch.equal(torch.nn.functional.linear(x, p), outputs[0])
+
+
 def test_dropout_draws_one_mask_per_step():
     model, loss_fn = zoo.make("transformer_with_dropout")
     opt = SASSHA(model.parameters(), **OPTIONS)

@@ -131,7 +131,7 @@ def test_hessian_closure_gives_the_differences():
         torch.testing.assert_close(a, b, rtol=0.02, atol=1e-3)
 
 
-def test_missing_probes_are_named_after_the_weights_are_back():
+def at_the_second_gradient():
     net = make_net()
     before = snapshot(net)
     opt = SASSHA(net.parameters(), rho=0.1, hvp="finite_difference")
@@ -139,6 +139,11 @@ def test_missing_probes_are_named_after_the_weights_are_back():
     loss().backward()
     opt.perturb_weights()
     loss().backward()
+    return net, opt, before
+
+
+def test_missing_probes_are_named_after_the_weights_are_back():
+    net, opt, before = at_the_second_gradient()
     with pytest.raises(RuntimeError, match="0 of 1 probes were taken"):
         opt.unperturb()
     assert_same_bits(snapshot(net), before)
@@ -150,13 +155,7 @@ def test_missing_probes_are_named_after_the_weights_are_back():
 
 
 def test_a_probe_without_a_backward_pass_is_named_after_the_weights_are_back():
-    net = make_net()
-    before = snapshot(net)
-    opt = SASSHA(net.parameters(), rho=0.1, hvp="finite_difference")
-    loss = make_loss(net)
-    loss().backward()
-    opt.perturb_weights()
-    loss().backward()
+    net, opt, before = at_the_second_gradient()
     second = [p.grad.clone() for p in net.parameters()]
     opt.probe_weights()
     with pytest.raises(RuntimeError, match=r"run backward\(\) after probe_weights"):
