@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sassha_fast import SASSHA, ops
 from sassha_fast.native import BACKUP, EXP_AVG, FLAGS, GRAD, HESSIAN, PARAM, PRODUCT, ROW_WORDS
-from sassha_fast.scalars import step_scalars
+from sassha_fast.scalars import Request, step_scalars
 
 NEVER = 10**9  # a refresh interval that leaves ordinary steps only, after the first
 
@@ -117,23 +117,24 @@ class Kernels:
             "hessian_power": 0.5,
             "maximize": False,
         }
-        self.scalars = list(step_scalars(group, 5, 0.5, refresh=False))
+        self.scalars = torch.tensor(step_scalars(group, 5, 0.5, refresh=False, request=Request()), dtype=torch.float64)
+        self.draw = torch.zeros(1, dtype=torch.int64)
         self.scales = torch.full((1,), 1e-6)
 
     def norm(self) -> None:
         self.ops.table_square_sums(self.table, 1, False)
 
     def perturb(self) -> None:
-        self.ops.table_perturb(self.in_grads, self.scales, True, False, 0, 0)
+        self.ops.table_perturb(self.in_grads, self.scales, True, False, 0, self.draw)
 
     def restore(self) -> None:
         self.ops.table_restore(self.table)
 
     def step(self) -> None:
-        self.ops.table_step(self.table, self.scalars, False)
+        self.ops.table_step(self.table, self.scalars, False, 0, None)
 
     def refresh_step(self) -> None:
-        self.ops.table_refresh_step(self.refresh, self.scalars, False, 0, 0)
+        self.ops.table_refresh_step(self.refresh, self.scalars, False, 0, 0, None)
 
     def ordinary(self) -> None:
         """What one ordinary step of a closure costs: norm, perturb, step with restore fused in."""

@@ -73,16 +73,10 @@ SASSHA_HD float stochastic_float16(float v, uint32_t noise) {
 
 // ---- step ----------------------------------------------------------------------------------------------------
 
-// m = beta1 m + (1 - beta1) g
+// m = beta1 m + (1 - beta1) g, with g clipped and free of any loss scale
 template <typename C>
 SASSHA_HD C momentum(C m, C g, const StepScalars<C>& s) {
-  return s.beta1 * m + s.one_minus_beta1 * g;
-}
-
-// Hz = (g(x + eps + h z) - g(x + eps)) / h
-template <typename C>
-SASSHA_HD C finite_difference(C probed, C g, const StepScalars<C>& s) {
-  return (probed - g) / s.probe;
+  return s.beta1 * m + s.one_minus_beta1 * (s.grad_scale * g);
 }
 
 // D = beta2 D + (1 - beta2) |H|. D starts at -0: its sign bit says that no curvature is known yet, and adding the
@@ -107,10 +101,17 @@ SASSHA_HD C denominator(C d, C bias2, const StepScalars<C>& s) {
   }
 }
 
+// v within [-bound, bound]; NaN stays NaN.
+template <typename C>
+SASSHA_HD C clipped(C v, C bound) {
+  const C below = v > bound ? bound : v;
+  return below < -bound ? -bound : below;
+}
+
 // x (1 - lr * wd) - step_size * m / denominator, and x itself where no curvature is known.
 template <typename C>
 SASSHA_HD C descend(C x, C m, C d, C denom, const StepScalars<C>& s) {
-  const C moved = x * s.decay - s.step_size * (m / denom);
+  const C moved = x * s.decay - s.step_size * clipped(m / denom, s.clip);
   return sign_bit(d) ? x : moved;
 }
 

@@ -8,24 +8,26 @@ STABLE_TORCH_LIBRARY(sassha_fast, m) {
   m.def("square_sums(Tensor[] grads, Tensor[] params, int[] groups, int n_groups) -> Tensor");
   m.def(
       "perturb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] backups, Tensor scales, int[] groups, "
-      "int[] indices, bool adaptive, int seed, int draw) -> ()");
+      "int[] indices, bool adaptive, int seed, Tensor draw) -> ()");
   m.def("restore_(Tensor(a!)[] params, Tensor[] backups) -> ()");
   m.def("rademacher_(Tensor(a!)[] outs, int[] indices, int seed, int draw) -> ()");
   m.def("probe_(Tensor(a!)[] params, int[] indices, float h, int seed, int draw) -> ()");
   m.def(
       "step_(Tensor(a!)[] params, Tensor[] backups, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] hessians, "
-      "Tensor scalars, int[] cohorts) -> ()");
+      "Tensor scalars, int[] cohorts, int[] indices, int seed, Tensor? noise_draw) -> ()");
   m.def(
       "refresh_step_(Tensor(a!)[] params, Tensor[] backups, Tensor[] grads, Tensor(b!)[] exp_avgs, "
       "Tensor(c!)[] hessians, Tensor[] products, Tensor scalars, int[] cohorts, int[] indices, bool signed, "
-      "int seed, int draw) -> Tensor");
+      "int seed, int draw, Tensor? noise_draw) -> Tensor");
 
   m.def("table_bind(Tensor table, int column, Tensor[] tensors) -> (int, int)");
   m.def("table_square_sums(Tensor table, int n_groups, bool adaptive) -> Tensor");
-  m.def("table_perturb(Tensor table, Tensor scales, bool into_grads, bool adaptive, int seed, int draw) -> ()");
+  m.def("table_perturb(Tensor table, Tensor scales, bool into_grads, bool adaptive, int seed, Tensor draw) -> ()");
   m.def("table_restore(Tensor table) -> ()");
-  m.def("table_step(Tensor table, float[] scalars, bool restored) -> ()");
-  m.def("table_refresh_step(Tensor table, float[] scalars, bool restored, int seed, int draw) -> Tensor");
+  m.def("table_step(Tensor table, Tensor scalars, bool restored, int seed, Tensor? noise_draw) -> ()");
+  m.def(
+      "table_refresh_step(Tensor table, Tensor scalars, bool restored, int seed, int draw, Tensor? noise_draw) "
+      "-> Tensor");
 
   m.def("cpu_isa() -> str");
 }

@@ -47,10 +47,12 @@ struct StepScalars {
   C bias2;       // 1 - beta2^t of the newest refresh
   C bias2_kept;  // the same before this step's refresh, for elements whose product is not finite
   C eps;
-  C step_size;  // lr / (1 - beta1^t)
-  C power;      // exponent of the curvature
-  C samples;    // probes in the sum held by Row::product
-  C probe;      // h, the length of a finite-difference probe per element
+  C step_size;      // lr / (1 - beta1^t)
+  C power;          // exponent of the curvature
+  C product_scale;  // makes what Row::product gives a mean over probes: 1 / (probes * loss scale * length of a probe)
+  C grad_scale;     // makes Row::grad the gradient to descend along: clipping over loss scale
+  C clip;           // bound of |m / denominator|, infinite for none
+  C skip;           // not 0: gradients overflowed, so the parameter returns to x and nothing else happens
 };
 constexpr int64_t kStepScalarWords = sizeof(StepScalars<double>) / sizeof(double);
 

@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., SC'11) on host and device, and the two streams drawn from it.
+// Philox4x32-10 (Salmon et al., SC'11) on host and device, and the streams drawn from it.
 //
 // Every random bit is a pure function of (seed, parameter index, draw, logical element index). It does not depend
 // on backend, device, thread count, chunking or sharding, and is never stored.
@@ -16,9 +16,11 @@
 
 namespace sassha {
 
-constexpr int64_t kSignsPerCall = 128;          // one bit per element
-constexpr int64_t kNoisePerCall = 8;            // sixteen bits per element
-constexpr uint32_t kNoiseDomain = 0x53525244u;  // keeps rounding noise and signs on different keys
+constexpr int64_t kSignsPerCall = 128;  // one bit per element
+constexpr int64_t kNoisePerCall = 8;    // sixteen bits per element
+
+// Keeps signs, the rounding of an ascent and the rounding of an update on different keys.
+enum Domain : uint32_t { kSigns = 0, kAscentNoise = 0x53525244u, kUpdateNoise = 0x55504454u };
 
 struct Bits128 {
   uint32_t word[4];
@@ -53,9 +55,9 @@ SASSHA_HD Bits128 sign_bits(const Stream& s, int64_t block) {
 }
 
 // Sixteen bits each for elements 8 * block to 8 * block + 7: the low half of word (e % 8) / 2, then the high half.
-SASSHA_HD Bits128 noise_bits(const Stream& s, int64_t block) {
+SASSHA_HD Bits128 noise_bits(const Stream& s, int64_t block, Domain domain) {
   return philox4x32_10(static_cast<uint64_t>(block), s.index, s.draw, static_cast<uint32_t>(s.seed),
-                       static_cast<uint32_t>(s.seed >> 32) ^ kNoiseDomain);
+                       static_cast<uint32_t>(s.seed >> 32) ^ domain);
 }
 
 }  // namespace sassha

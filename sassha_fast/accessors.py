@@ -13,7 +13,17 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["IDLE_REFCOUNT", "address", "grad", "is_contiguous", "no_grad", "requires_grad", "set_grad", "weights_moved"]
+__all__ = [
+    "IDLE_REFCOUNT",
+    "address",
+    "grad",
+    "is_contiguous",
+    "no_grad",
+    "requires_grad",
+    "set_grad",
+    "version",
+    "weights_moved",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,6 +32,7 @@ address = torch._C.TensorBase.data_ptr
 is_contiguous = torch._C.TensorBase.is_contiguous
 grad: Callable[[Tensor], Tensor | None] = torch._C.TensorBase.__dict__["grad"].__get__
 set_grad: Callable[[Tensor, None], None] = torch._C.TensorBase.__dict__["grad"].__set__
+version: Callable[[Tensor], int] = torch._C.TensorBase.__dict__["_version"].__get__
 requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
 
 

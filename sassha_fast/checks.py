@@ -39,6 +39,8 @@ def check_group(group: Mapping[str, Any]) -> None:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"SASSHA: {name} is a tensor of shape {tuple(value.shape)}, expected one element")
         check_number(name, value)
+    if group.get("clip_update") is not None:
+        check_number("clip_update", group["clip_update"])
     betas = group["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ValueError(f"SASSHA: betas is {betas!r}, expected two numbers")

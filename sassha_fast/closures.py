@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -46,19 +45,21 @@ class Accumulated:
         total: Tensor | float = 0.0
         grads: dict[int, Tensor] = {}
         products: dict[int, Product] = {}
+        scale = 1.0
         for closure in self.closures:
             self.opt._set_grads({})
             total = total + _detached(closure())
             plan, found = self.opt._gather()
             with torch.no_grad():
                 curvature = self.opt._curvature_at(plan, found, "step")
+                scale = curvature.scale
                 for key, product in (curvature.products or {}).items():
                     known = products.get(key)
                     products[key] = product if known is None else replace(known, value=known.value + product.value)
                 for key, g in self.opt._take_grads().items():
                     grads[key] = grads[key] + g if key in grads else g
         self.opt._set_grads(grads)
-        self.opt._curvature = Curvature(products)
+        self.opt._curvature = Curvature(products, scale)
         return total
 
 
@@ -76,6 +77,7 @@ def closure_step(
     first = _as_closure(opt, closure)
     other = None if hessian_closure is None else _as_closure(opt, hessian_closure)
     opt._curvature = opt._time = None
+    schedule = [(group["rho"], group["rho_step"]) for group in opt.param_groups]
     rho = opt._next_rho()
     random = RandomState(p.device for p in opt._parameters())
     statistics = RunningStatistics.of(opt._model) if opt._model is not None else None
@@ -89,6 +91,8 @@ def closure_step(
         random.restore()
         if statistics is not None:
             statistics.restore()
+        for group, (radius, count) in zip(opt.param_groups, schedule, strict=True):
+            group["rho"], group["rho_step"] = radius, count
         opt._end_of_step()
         raise
 
@@ -99,13 +103,13 @@ def _as_closure(opt: SASSHA, closure: Closure | Sequence[Closure]) -> Closure:
 
 def _all_passes(
     opt: SASSHA,
-    rho: list[float],
+    rho: Sequence[float | Tensor],
     closure: Closure,
     hessian_closure: Closure | None,
     random: RandomState,
     scaler: GradScaler | None,
 ) -> Tensor | float:
-    ascends = any(r != 0.0 for r in rho) or any(isinstance(group["rho"], Tensor) for group in opt.param_groups)
+    ascends = any(isinstance(group["rho"], Tensor) for group in opt.param_groups) or any(r != 0.0 for r in rho)
     graph = hessian_closure is None  # the descent pass is the one to differentiate again
     loss = _run(opt, closure, differentiated=graph and not ascends)
     if ascends or (opt.hvp != "exact" and opt.hessian_due):  # a probe needs the way back of an ascent, if of length 0
@@ -116,7 +120,7 @@ def _all_passes(
         opt.stats.ascent_gap = gap.double() if isinstance(gap, Tensor) else torch.tensor(gap, dtype=torch.float64)
     curvature = None
     if opt.probes_due:
-        curvature = _probed(opt, closure, hessian_closure, random)
+        curvature = _probed(opt, closure, hessian_closure, random, fused=scaler is None)
     elif hessian_closure is not None and opt.hessian_due:
         curvature = _differentiated(opt, hessian_closure, random)
     _finish(opt, curvature, scaler)
@@ -148,10 +152,12 @@ def _replayed(opt: SASSHA, closure: Closure, random: RandomState, *, differentia
         return _run(opt, closure, differentiated=differentiated)
 
 
-def _probed(opt: SASSHA, closure: Closure, hessian_closure: Closure | None, random: RandomState) -> Curvature:
+def _probed(
+    opt: SASSHA, closure: Closure, hessian_closure: Closure | None, random: RandomState, *, fused: bool
+) -> Curvature:
     """Products by finite differences, which leave the gradients as they were."""
     if hessian_closure is None:
-        return _take_probes(opt, closure, random, fused=True)
+        return _take_probes(opt, closure, random, fused=fused)
     kept = opt._take_grads()
     _replayed(opt, hessian_closure, random, differentiated=False)
     curvature = _take_probes(opt, hessian_closure, random, fused=False)
@@ -188,23 +194,18 @@ def _finish(opt: SASSHA, curvature: Curvature | None, scaler: GradScaler | None)
         opt._undo_ascent()
         opt._end_of_step()
         return
+    opt._check_untouched("step")
     plan.bind_grads(grads)
     if curvature is None:
         curvature = opt._curvature or opt._curvature_at(plan, grads, "step")
     opt._detach_grads(grads)
     if scaler is not None:
         scaler.unscale_(opt)  # in place, so the passes see it
-        curvature = curvature.unscaled(scaler.get_scale())
-        opt.stats.divide_by(scaler.get_scale())
-        if not math.isfinite(float(plan.square_sums(adaptive=False).sum())):
-            opt._undo_ascent()
-            opt.stats.skipped_steps += 1
-            opt._end_of_step()
-            return
+        if curvature.products is not None:
+            curvature = curvature.unscaled(scaler.get_scale())
+        opt.stats.divide_by(scaler)
     fused = opt._ascent is plan
-    if fused:
-        opt._ascent = None
-    else:  # other parameters had gradients in the first pass, or there was no ascent
+    if not fused:  # other parameters had gradients in the first pass, or there was no ascent
         opt._undo_ascent()
-    opt._update(plan, curvature.products, restore=fused)
+    opt._update(plan, curvature, restore=fused, check_finite=scaler is not None)
     opt._end_of_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ class ForeachPasses(Passes):
     name = "foreach"
 
     def perturb(
-        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: int
+        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: Tensor
     ) -> None:
         """See :meth:`Passes.perturb`. Reduced precision takes the reference's way, tensor by tensor."""
         members = self.members
@@ -54,6 +55,7 @@ class ForeachPasses(Passes):
         draw: int,
         *,
         restore: bool = False,
+        noise_draw: Tensor | None = None,
     ) -> Tensor | None:
         """See :meth:`Passes.step`."""
         if restore:
@@ -61,10 +63,11 @@ class ForeachPasses(Passes):
         curvatures: Sequence[Tensor | None] = [None] * len(cohorts)
         tallies = None
         if products is not None:
-            curvatures = [self._signed(p, i, scalars[cohorts[i]], seed, draw) for i, p in enumerate(products)]
+            curvatures = [self._signed(p, i, seed, draw) for i, p in enumerate(products)]
             rows = zip(curvatures, cohorts, self.members.weights, strict=True)
             tallies = torch.stack([_tally(h, scalars[cohort], weight) for h, cohort, weight in rows])
-        columns = (self.members.weights, self.grads, self.exp_avgs, self.hessians, curvatures)
+        noise = [self._noise(i, seed, noise_draw) for i in range(len(cohorts))]
+        columns = (self.members.weights, self.grads, self.exp_avgs, self.hessians, curvatures, noise)
         for cohort, dtype, batch in self._batches(cohorts, *columns):
             _update(scalars[cohort], dtype, *batch)
         self.grads = []
@@ -111,20 +114,27 @@ def _update(
     exp_avgs: list[Tensor],
     hessians: list[Tensor],
     curvatures: list[Tensor | None],
+    noise: list[Tensor | None],
 ) -> None:
     """The update of tensors that share scalars and a dtype; see :func:`reference.step`."""
     compute = reference.compute_dtype(dtype)
     s = reference.scalar_tensors(scalars, compute, weights[0].device)
 
+    if isinstance(scalars.skip, Tensor) or scalars.skip:
+        _skippable_update(scalars, weights, grads, exp_avgs, hessians, curvatures, noise)
+        return
+
     # m = β1 m + (1−β1) g̃
+    descent = torch._foreach_mul([g.to(compute) for g in grads], s.grad_scale)
+    torch._foreach_mul_(descent, s.one_minus_beta1)
     torch._foreach_mul_(exp_avgs, s.beta1)
-    torch._foreach_add_(exp_avgs, torch._foreach_mul([g.to(compute) for g in grads], s.one_minus_beta1))
+    torch._foreach_add_(exp_avgs, descent)
     # D = β2 D + (1−β2) |Ĥ|
     bias2: list[Tensor] = [s.bias2] * len(weights)
     for i, h in enumerate(curvatures):
         if h is None:
             continue
-        h = h.to(compute) / s.samples
+        h = h.to(compute) * s.product_scale
         refreshed = torch.isfinite(h)
         d = s.beta2 * hessians[i] + s.one_minus_beta2 * h.abs()
         hessians[i].copy_(torch.where(refreshed, d, hessians[i]))
@@ -138,8 +148,20 @@ def _update(
     torch._foreach_add_(denoms, s.eps)
     # x ← x(1−ηλ) − η m̄ / (D̄ + eps)
     updates = torch._foreach_div(exp_avgs, denoms)
+    if isinstance(scalars.clip, Tensor) or scalars.clip != math.inf:
+        updates = tuple(torch.clamp(update, -s.clip, s.clip) for update in updates)
     torch._foreach_mul_(updates, s.step_size)
     moved = torch._foreach_mul([w.to(compute) for w in weights], s.decay)
     torch._foreach_sub_(moved, updates)
-    known = [torch.where(torch.signbit(d), w, x.to(dtype)) for d, w, x in zip(hessians, weights, moved, strict=True)]
+    rounded = [
+        x.to(dtype) if n is None else reference.stochastic_round(x, dtype, n) for x, n in zip(moved, noise, strict=True)
+    ]
+    known = [torch.where(torch.signbit(d), w, x) for d, w, x in zip(hessians, weights, rounded, strict=True)]
     torch._foreach_copy_(weights, known)
+
+
+def _skippable_update(scalars: StepScalars, *columns: list[Any]) -> None:
+    """The update where only the device knows whether it is to be skipped: tensor by tensor."""
+    for weight, grad, exp_avg, hessian, curvature, noise in zip(*columns, strict=True):
+        results = reference.step(weight, grad, exp_avg, hessian, scalars, curvature, noise)
+        torch._foreach_copy_([weight, exp_avg, hessian], list(results))

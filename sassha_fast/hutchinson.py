@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .passes import Product
-from .reference import compute_dtype
+from .reference import compute_dtype, finite_difference
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -37,8 +37,11 @@ def exact_products(
     n_samples: int,
     seed: int,
     draw: int,
-) -> list[Product | None] | None:
+) -> tuple[list[Product | None], float] | None:
     """Products with the exact Hessian, by differentiating the gradients once more.
+
+    Probes enter as z·2^−k with ‖z‖ ≈ 2^k, so that the product is of the size of a gradient: with entries of ±1 a
+    backward pass in float16 overflows where gradients do not. Powers of two change nothing else.
 
     Args:
         source: Draws the probes.
@@ -50,18 +53,21 @@ def exact_products(
         draw: Number of the first probe.
 
     Returns:
-        One product per parameter, None where it is not due; or None if no gradient has a graph. A parameter whose
-        gradient does not depend on any parameter has a product of zeros.
+        One product per parameter, None where it is not due, and the factor that makes it a mean over probes; or None
+        if no gradient has a graph. A parameter whose gradient does not depend on any parameter has a product of zeros.
     """
     positions = [i for i, wanted in enumerate(due) if wanted]
     connected = [i for i in positions if grads[i].requires_grad]
     if not connected:
         return None
     inputs = [params[i] for i in positions]
+    length = 2.0 ** round(math.log2(max(sum(p.numel() for p in inputs), 1)) / 2)
     sums: list[Tensor] = []
     signed = n_samples > 1
     for sample in range(n_samples):
-        signs = dict(zip(positions, source.rademacher(positions, seed, draw + sample), strict=True))
+        drawn = source.rademacher(positions, seed, draw + sample)
+        signs = dict(zip(positions, drawn, strict=True))
+        torch._foreach_mul_(drawn, 1.0 / length)
         with torch.enable_grad():
             differentiated = torch.autograd.grad(
                 [grads[i] for i in connected],
@@ -72,8 +78,9 @@ def exact_products(
                 materialize_grads=True,
             )
         products = [product.detach() for product in differentiated]
+        torch._foreach_mul_(drawn, length)
         if not signed:
-            return _place(source, positions, products, signs, len(params))
+            return _place(source, positions, products, signs, len(params)), length
         for j, product in enumerate(products):
             term = product * signs[positions[j]]
             if sample == 0:
@@ -83,7 +90,7 @@ def exact_products(
     placed: list[Product | None] = [None] * len(params)
     for i, total in zip(positions, sums, strict=True):
         placed[i] = Product(total, signed=True)
-    return placed
+    return placed, length / n_samples
 
 
 def _place(
@@ -169,12 +176,15 @@ class FiniteDifferences:
         self.gradients.clear()
 
     def _difference(self, p: Tensor) -> Tensor:
-        """Hz of one parameter from the gradients collected last."""
-        dtype = compute_dtype(p.dtype)
+        """Hz of one parameter, times the distance of its two points, from the gradients collected last."""
         base = self.gradients[-1][id(p)] if self.central else self.grads[id(p)]
         probed = self.gradients[-2 if self.central else -1][id(p)]
-        h = torch.tensor(2.0 * self.h if self.central else self.h, dtype=dtype, device=p.device)
-        return (probed.to(dtype) - base.to(dtype)) / h
+        return finite_difference(probed, base)
+
+    @property
+    def scale(self) -> float:
+        """The factor that makes of the products a mean over probes."""
+        return 1.0 / (self.n_samples * (2.0 * self.h if self.central else self.h))
 
     def products(self, *, fused: bool = True) -> dict[int, Product]:
         """What the update needs, by id of the parameter. ``fused`` leaves the difference to the update where it can:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .accessors import address, is_contiguous
+from .capturable import DeviceScalars
 from .passes import Members, Passes, Product, check_grads
 from .scalars import StepScalars
 
@@ -109,7 +110,7 @@ class NativePasses(Passes):
         return sums if self.rest is None else sums + self.rest.square_sums(adaptive=adaptive)
 
     def perturb(
-        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: int
+        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: Tensor
     ) -> None:
         """See :meth:`Passes.perturb`."""
         into_grads = self.shared == 0 and (take_grads if isinstance(take_grads, bool) else all(take_grads))
@@ -180,30 +181,39 @@ class NativePasses(Passes):
         draw: int,
         *,
         restore: bool = False,
+        noise_draw: Tensor | None = None,
     ) -> Tensor | None:
         """See :meth:`Passes.step`."""
         if cohorts is not self.cohorts and cohorts != self.cohorts:
             self.table[:, COHORT] = torch.tensor(self._pick(cohorts), dtype=torch.int64)
         self.cohorts = cohorts
-        numbers = list(chain.from_iterable(scalars))
+        numbers = self._scalar_table(scalars)
         if products is None:
             tallies: Tensor | None = None
-            self.ops.table_step(self.table, numbers, not restore)
+            self.ops.table_step(self.table, numbers, not restore, seed, noise_draw)
         else:
             self._bind_products(self._pick(products))
-            tallies = self.ops.table_refresh_step(self.table, numbers, not restore, seed, draw)
+            tallies = self.ops.table_refresh_step(self.table, numbers, not restore, seed, draw, noise_draw)
             self.table[:, PRODUCT] = 0
         self.grads, self.keep = [], []
         if restore:
             self.backups = []
         if self.rest is not None:
             mine = None if products is None else [products[i] for i in self.odd]
-            rest = self.rest.step(scalars, [cohorts[i] for i in self.odd], mine, seed, draw, restore=restore)
+            theirs = [cohorts[i] for i in self.odd]
+            rest = self.rest.step(scalars, theirs, mine, seed, draw, restore=restore, noise_draw=noise_draw)
             if rest is not None and tallies is not None:
                 both = torch.zeros(len(cohorts), rest.shape[1], dtype=torch.float64)
                 both[self.native], both[self.odd] = tallies, rest
                 tallies = both
         return tallies
+
+    @staticmethod
+    def _scalar_table(scalars: Sequence[StepScalars]) -> Tensor:
+        """One row of float64 scalars per cohort."""
+        if isinstance(scalars, DeviceScalars):
+            return scalars.table
+        return torch.frombuffer(array("d", chain.from_iterable(scalars)), dtype=torch.float64)
 
     def _bind_products(self, products: Sequence[Product | None]) -> None:
         flags = self.table[:, FLAGS].tolist()

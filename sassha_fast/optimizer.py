@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, repeat
-from operator import is_, is_not, itemgetter
+from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from . import backends, reference, schedules
-from .accessors import IDLE_REFCOUNT, grad, no_grad, requires_grad, set_grad, weights_moved
+from .accessors import IDLE_REFCOUNT, grad, no_grad, requires_grad, set_grad
 from .checks import check_choice, check_count, check_group, check_number, check_param, check_single_process
 from .closures import Closure, closure_step
 from .contexts import RandomState
 from .hutchinson import FiniteDifferences
-from .passes import Product
 from .plan import Plan
-from .refresh import Curvature, Refreshing
-from .scalars import cohort_scalars
-from .state import BIAS2, HESSIAN_STEP, STEP, check_checkpoint, new_state, placed
+from .refresh import Curvature
+from .state import check_checkpoint, placed
 from .stats import Stats
+from .update import Updating
 
 __all__ = ["SASSHA"]
 
@@ -40,10 +39,14 @@ _CONFIG = (
     "bias_correction",
     "hessian_power_scheduler",
     "rho_scheduler",
+    "max_grad_norm",
+    "skip_nonfinite",
+    "stochastic_rounding",
+    "capturable",
 )
 
 
-class SASSHA(Refreshing):
+class SASSHA(Updating):
     r"""Sharpness-aware second-order optimization with a stable Hessian approximation (SASSHA, ICML 2025).
 
     A drop-in replacement for the authors' optimizer, and for ``torch.optim.AdamW`` in all that is not specific to
@@ -79,12 +82,20 @@ class SASSHA(Refreshing):
         backend: ``"auto"``, ``"cpu"``, ``"foreach"`` or ``"reference"``.
         bias_correction: False leaves both moving averages uncorrected, as the authors' language-model code does.
         rho_scheduler: Like ``hessian_power_scheduler``, for ``rho``.
+        max_grad_norm: Scales the gradient at x + ε down to this norm, in the update itself; its norm is one more read.
+        clip_update: Bound of every element of m̄/(D̄ + eps).
+        skip_nonfinite: Skip a step whose gradient at x + ε is not finite: weights and state stay as they were.
+        stochastic_rounding: Round updates of bfloat16 and float16 parameters at random, so that small ones are not
+            lost. The same on all backends.
+        capturable: Keep step counts and bias corrections on the device and read ``Tensor`` learning rates and radii
+            there, so that ordinary steps never wait for the device and can be captured in a CUDA graph. Whether a step
+            refreshes is still decided on the host; see :meth:`replayed`.
         maximize: Maximize the objective instead.
         foreach: torch's name for ``backend="foreach"``.
         fused: torch's name for the backend with kernels.
 
-    ``lr``, ``betas``, ``weight_decay``, ``rho``, ``perturb_eps``, ``eps``, ``hessian_power`` and ``maximize`` may
-    differ between parameter groups.
+    ``lr``, ``betas``, ``weight_decay``, ``rho``, ``perturb_eps``, ``eps``, ``hessian_power``, ``clip_update`` and
+    ``maximize`` may differ between parameter groups.
     """
 
     _step_supports_amp_scaling = True  # GradScaler.step then sets `grad_scale` and `found_inf` for the call
@@ -111,6 +122,11 @@ class SASSHA(Refreshing):
         backend: str = "auto",
         bias_correction: bool = True,
         rho_scheduler: schedules.Schedule | schedules.Stepping | None = None,
+        max_grad_norm: float | None = None,
+        clip_update: float | None = None,
+        skip_nonfinite: bool = False,
+        stochastic_rounding: bool = False,
+        capturable: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -127,6 +143,8 @@ class SASSHA(Refreshing):
             raise ValueError(f"SASSHA: hvp={hvp!r} has no hvp_point='upstream', which is about graphs; use 'perturbed'")
         if not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"SASSHA: seed is {seed!r}, expected an integer from 0 to 2^63 − 1")
+        if max_grad_norm is not None:
+            check_number("max_grad_norm", max_grad_norm)
         self.hessian_power_scheduler = hessian_power_scheduler
         self.rho_scheduler = rho_scheduler
         self.lazy_hessian = lazy_hessian
@@ -137,6 +155,10 @@ class SASSHA(Refreshing):
         self.hvp = hvp
         self.hvp_point = hvp_point
         self.bias_correction = bool(bias_correction)
+        self.max_grad_norm = max_grad_norm
+        self.skip_nonfinite = bool(skip_nonfinite)
+        self.stochastic_rounding = bool(stochastic_rounding)
+        self.capturable = bool(capturable)
         self.backend = backends.resolve(backend, foreach=foreach, fused=fused)
         self._reset()
         defaults = {
@@ -147,6 +169,7 @@ class SASSHA(Refreshing):
             "perturb_eps": perturb_eps,
             "eps": eps,
             "hessian_power": hessian_power,
+            "clip_update": clip_update,
             "maximize": maximize,
             "power_step": 0,
             "rho_step": 0,
@@ -163,7 +186,7 @@ class SASSHA(Refreshing):
         self._time: int | None = None  # the clock, from perturb_weights to the end of the step
         self._curvature: Curvature | None = None
         self._probe: FiniteDifferences | None = None
-        self._probe_length = 1.0
+        self._versions: list[int] = []
         self._weight_norm = 0.0  # ‖x‖ of the ascent's parameters, on refreshes by finite differences
         self._random: RandomState | None = None  # of the step's first pass, for replay_rng
         self._wants_graph = True  # whether the running pass of a closure is the one that is differentiated again
@@ -203,7 +226,7 @@ class SASSHA(Refreshing):
             raise RuntimeError("SASSHA.perturb_weights: the weights are perturbed already; call unperturb() first")
         self._ascend(self._next_rho(), zero_grad=zero_grad)
 
-    def _ascend(self, rho: list[float], *, zero_grad: bool) -> None:
+    def _ascend(self, rho: Sequence[float | Tensor], *, zero_grad: bool) -> None:
         self._curvature = self._time = None
         plan, grads = self._gather()
         if plan is None:
@@ -217,13 +240,15 @@ class SASSHA(Refreshing):
         self._time = self._clock()
         square_sums = plan.square_sums(adaptive=self.adaptive)
         signed = [-r if group["maximize"] else r for r, group in zip(rho, self.param_groups, strict=True)]
-        scales = reference.ascent_scales(square_sums, signed, [group["perturb_eps"] for group in self.param_groups])
+        offsets = [group["perturb_eps"] for group in self.param_groups]
+        scales = reference.ascent_scales(square_sums, signed, offsets, on_device=self.capturable)
         if self.hvp != "exact" and (self._time % self.lazy_hessian == 0 or any(self._without_curvature(plan))):
             self._weight_norm = plan.weight_norm()
-        plan.perturb(scales, adaptive=self.adaptive, take_grads=idle, seed=self.seed, draw=self._time)
+        plan.count_draw(self._draw(plan))
+        plan.perturb(scales, adaptive=self.adaptive, take_grads=idle, seed=self.seed)
         self._ascent, self._ascended = plan, True
         self.stats.square_sums, self.stats.scales = square_sums, scales
-        weights_moved(plan.params)
+        self._moved(plan)
         if zero_grad:
             any(map(set_grad, self._flat, repeat(None)))  # for all p: p.grad = None
 
@@ -240,11 +265,13 @@ class SASSHA(Refreshing):
             raise RuntimeError("SASSHA.unperturb: the weights are not perturbed; call perturb_weights() first")
         upstream = self.hvp_point == "upstream"
         try:
+            self._check_untouched("unperturb")
             if not upstream:
                 found = self._curvature_on_ascent()
-                self._curvature = Curvature(found.products, None if scaler is None else scaler.get_scale())
+                known = found.products is not None and scaler is not None
+                self._curvature = replace(found, loss_scale=scaler.get_scale() if known else None)  # type: ignore[union-attr]
             if scaler is not None:
-                self.stats.divide_by(scaler.get_scale())
+                self.stats.divide_by(scaler)
         finally:  # upstream, the graph is still to be used, with weights that it did not see
             self._undo_ascent(tell_autograd=not upstream)
 
@@ -253,7 +280,7 @@ class SASSHA(Refreshing):
             return Curvature(None)
         if self.hvp != "exact":
             no_pass = self._probe is None and all(map(is_, map(grad, self._flat), repeat(None)))
-            return Curvature(None) if no_pass else self._probed_curvature()
+            return Curvature(None) if no_pass else self._probed_curvature(fused=False)  # the user may clip gradients
         plan, grads = self._gather()
         try:
             return self._curvature_at(plan, grads, "unperturb")
@@ -289,6 +316,11 @@ class SASSHA(Refreshing):
             raise RuntimeError("SASSHA.step: the weights are still perturbed; call unperturb() first")
         check_single_process()
         if closure is not None:
+            if hasattr(self, "found_inf"):
+                raise RuntimeError(
+                    "SASSHA.step: GradScaler.step was given a closure, which would scale nothing in its later passes; "
+                    "replace scaler.step(opt, closure) by opt.step(closure, scaler=scaler)"
+                )
             return closure_step(self, closure, hessian_closure, scaler)
         if hessian_closure is not None or scaler is not None:
             raise TypeError(
@@ -303,36 +335,29 @@ class SASSHA(Refreshing):
             curvature = self._curvature or self._curvature_at(plan, grads, "step")
             self._detach_grads(grads)
             overflow: Tensor | None = getattr(self, "found_inf", None)
-            if overflow is not None:  # called by GradScaler.step
-                if overflow.item():
-                    self.stats.skipped_steps += 1
-                    self._end_of_step()
-                    return None
-                curvature = self._unscaled(grads, curvature)
-            self._update(plan, curvature.products)
+            if overflow is None:
+                self._update(plan, curvature)
+            else:  # called by GradScaler.step
+                left: Tensor | None = getattr(self, "grad_scale", None)
+                self._update(plan, self._unscaled(curvature, left), loss_scale=left, overflow=overflow)
         self._end_of_step()
         return None
 
-    def _unscaled(self, grads: list[Tensor], curvature: Curvature) -> Curvature:
-        """Takes the loss scale out of gradients that GradScaler left scaled, and out of the products."""
-        left: Tensor | None = getattr(self, "grad_scale", None)
-        scale = None if left is None else float(left)
+    def _unscaled(self, curvature: Curvature, left: Tensor | None) -> Curvature:
+        """Takes the loss scale out of the products; ``left`` is what GradScaler left in the gradients."""
         if curvature.products is not None:
-            known = curvature.loss_scale or scale
+            known = curvature.loss_scale or (None if left is None else float(left))
             if known is None:
                 raise RuntimeError(
                     "SASSHA.step: GradScaler has unscaled the gradients, but the products of this refresh still carry "
                     "a loss scale that is not known here; call unperturb(scaler=scaler)"
                 )
             curvature = curvature.unscaled(known)
-        if scale is not None:
-            torch._foreach_mul_([g.detach() for g in grads], 1.0 / scale)
         return curvature
 
     def _end_of_step(self) -> None:
         self._curvature = self._time = self._random = self._probe = None
         self._ascended = False
-        self._probe_length = 1.0
 
     def _is_priming(self, grads: list[Tensor]) -> bool:
         """Whether this is torch.distributed.checkpoint creating state: lr 0, no ascent, no graph, no state yet."""
@@ -346,68 +371,6 @@ class SASSHA(Refreshing):
             for p in self._flat:
                 if p.grad is not None and p.grad.requires_grad:
                     p.grad = p.grad.detach()
-
-    def _states(self, plan: Plan) -> list[dict[str, Any]]:
-        """State of every parameter of the plan, created where it is missing."""
-        if 0 < len(plan.states) == len(self.state) and all(map(is_, plan.states, self.state.values())):
-            return plan.states  # the very entries of last time, found without hashing a parameter
-        states = list(map(self.state.get, plan.params))
-        for i, p in enumerate(plan.params):
-            if not states[i]:
-                self.state[p] = states[i] = new_state(p)
-        return states  # type: ignore[return-value]
-
-    def _update(self, plan: Plan, found: dict[int, Product] | None, *, restore: bool = False) -> None:
-        """The update; with ``restore``, from x in the backups of the plan's ascent, which it undoes on its way."""
-        clock = self._clock()
-        self._next_power()
-        states = self._states(plan)
-        plan.bind_state(states)
-        products = None if found is None else [found.get(id(p)) for p in plan.params]
-        scalars, cohorts = cohort_scalars(
-            self.param_groups,
-            plan.groups,
-            plan.spans,
-            list(map(itemgetter(STEP), states)),
-            list(map(itemgetter(BIAS2), states)),
-            [False] * len(states) if products is None else list(map(is_not, products, repeat(None))),
-            samples=self.n_samples,
-            bias_correction=self.bias_correction,
-            probe=self._probe_length,
-        )
-        tallies = plan.step(scalars, cohorts, products, self.seed, clock * self.n_samples, restore=restore)
-        weights_moved(plan.params)
-        next_clock = clock + 1
-        if products is not None and tallies is not None:
-            succeeded = self._record_refresh(states, products, [scalars[c].bias2 for c in cohorts], tallies)
-            if not succeeded and clock % self.lazy_hessian == 0:
-                next_clock = clock  # a scheduled refresh that failed is still due
-        for entry in states:
-            entry[STEP] += 1
-            entry[HESSIAN_STEP] = next_clock
-
-    # ---- schedules ----------------------------------------------------------------------------------------------
-
-    @property
-    def hessian_power_t(self) -> float:
-        """The Hessian power in use, of the first group."""
-        return float(self.param_groups[0]["hessian_power"])
-
-    def _next_power(self) -> None:
-        if self.hessian_power_scheduler is not None:
-            self._schedule("hessian_power", "power_step", self.hessian_power_scheduler)
-
-    def _next_rho(self) -> list[float]:
-        if self.rho_scheduler is not None:
-            self._schedule("rho", "rho_step", self.rho_scheduler)
-        return [float(group["rho"]) for group in self.param_groups]
-
-    def _schedule(self, key: str, counter: str, schedule: schedules.Schedule | schedules.Stepping) -> None:
-        value = schedules.next_value(schedule, self.param_groups[0][counter])
-        check_number(key, value)
-        for group in self.param_groups:
-            group[key] = value
-            group[counter] += 1
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -434,7 +397,7 @@ class SASSHA(Refreshing):
         super().load_state_dict(loaded)
         for saved, p in zip(chain(*(g["params"] for g in loaded["param_groups"])), self._parameters(), strict=True):
             if saved in loaded["state"]:
-                self.state[p] = placed(loaded["state"][saved], p)
+                self.state[p] = placed(loaded["state"][saved], p, on_device=self.capturable)
         self._plans.clear()
         self._curvature = self._time = None
 

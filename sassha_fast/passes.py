@@ -52,7 +52,8 @@ class Product:
     """A Hessian-vector product of one parameter.
 
     Attributes:
-        value: Hz, or Σ z⊙Hz over the probes where ``signed``, or the gradient at x + ε + hz where ``probed``.
+        value: Hz, or Σ z⊙Hz over the probes where ``signed``, or the gradient at x + ε + hz where ``probed``; up to
+            the update's ``product_scale``.
         signed: See ``value``.
         probed: See ``value``.
     """
@@ -115,7 +116,7 @@ class Passes:
         return sums
 
     def perturb(
-        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: int
+        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: Tensor
     ) -> None:
         """Moves the parameters to x + ε and keeps x.
 
@@ -124,7 +125,7 @@ class Passes:
             adaptive: ASAM's ascent.
             take_grads: Gradients nobody else will read, whose memory may hold x from now on: all, none, or each.
             seed: Key of the rounding noise of reduced-precision parameters.
-            draw: Draw of that noise.
+            draw: Draw of that noise, one int64 on the device.
         """
         del take_grads  # memory is no concern here
         self.backups = [weight.clone() for weight in self.members.weights]
@@ -132,7 +133,7 @@ class Passes:
             self.members.weights, self.grads, self.members.groups, self.members.indices, strict=True
         ):
             reduced = weight.dtype != reference.compute_dtype(weight.dtype)
-            noise = reference.rounding_noise(weight, index, seed, draw) if reduced else None
+            noise = reference.rounding_noise(weight, index, seed, draw, reference.ASCENT_NOISE) if reduced else None
             weight.copy_(reference.ascend(weight, grad, scales[group], adaptive=adaptive, noise=noise))
         self.grads = []
 
@@ -175,6 +176,7 @@ class Passes:
         draw: int,
         *,
         restore: bool = False,
+        noise_draw: Tensor | None = None,
     ) -> Tensor | None:
         """The update.
 
@@ -185,6 +187,8 @@ class Passes:
             seed: Key of the signs of unsigned products.
             draw: Draw of those signs.
             restore: Take x from the backups of the ascent, which is undone on the way.
+            noise_draw: Draw of the noise that rounds reduced-precision parameters stochastically, one int64 on the
+                device; None rounds them to nearest.
 
         Returns:
             On a refresh a float64 tensor [members, 3]: Σ z⊙Hz over finite elements, how many of them are negative,
@@ -195,23 +199,32 @@ class Passes:
         tallies = []
         for i, weight in enumerate(self.members.weights):
             product = products[i] if products is not None else None
-            h = self._signed(product, i, scalars[cohorts[i]], seed, draw)
-            x, m, d = reference.step(weight, self.grads[i], self.exp_avgs[i], self.hessians[i], scalars[cohorts[i]], h)
+            row = scalars[cohorts[i]]
+            h = self._signed(product, i, seed, draw)
+            noise = self._noise(i, seed, noise_draw)
+            x, m, d = reference.step(weight, self.grads[i], self.exp_avgs[i], self.hessians[i], row, h, noise)
             weight.copy_(x)
             self.exp_avgs[i].copy_(m)
             self.hessians[i].copy_(d)
             if products is not None:
-                tallies.append(_tally(h, scalars[cohorts[i]], weight))
+                tallies.append(_tally(h, row, weight))
         self.grads = []
         return torch.stack(tallies) if products is not None else None
 
-    def _signed(self, product: Product | None, i: int, scalars: StepScalars, seed: int, draw: int) -> Tensor | None:
+    def _noise(self, i: int, seed: int, draw: Tensor | None) -> Tensor | None:
+        """What the update of one member is rounded with, if at random."""
+        weight = self.members.weights[i]
+        if draw is None or weight.dtype == reference.compute_dtype(weight.dtype):
+            return None
+        return reference.rounding_noise(weight, self.members.indices[i], seed, draw, reference.UPDATE_NOISE)
+
+    def _signed(self, product: Product | None, i: int, seed: int, draw: int) -> Tensor | None:
         """z⊙Hz of one member, or the sum of such that is there already."""
         if product is None or product.signed:
             return None if product is None else product.value
         hz = product.value
         if product.probed:
-            hz = reference.finite_difference(hz, self.grads[i], scalars)
+            hz = reference.finite_difference(hz, self.grads[i])
         return hz * reference.rademacher(hz, self.members.indices[i], seed, draw)
 
 
@@ -219,7 +232,7 @@ def _tally(h: Tensor | None, scalars: StepScalars, weight: Tensor) -> Tensor:
     if h is None:
         return torch.zeros(3, dtype=torch.float64, device=weight.device)
     dtype = reference.compute_dtype(weight.dtype)
-    h = h.to(dtype) / torch.tensor(scalars.samples, dtype=dtype, device=weight.device)
+    h = h.to(dtype) * reference.scalar_tensors(scalars, dtype, weight.device).product_scale
     finite = torch.isfinite(h)
     counted = torch.where(finite, h, torch.zeros_like(h))
     return torch.stack(

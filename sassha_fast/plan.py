@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import backends
 from .accessors import address
+from .capturable import DeviceScalars
 from .hutchinson import exact_products
 from .passes import Members, Passes, Product
 from .scalars import StepScalars
@@ -41,7 +42,9 @@ class Plan:
     ) -> None:
         """Binds the backend of each device to its parameters."""
         self.params = params
+        self.names = names
         self.groups = groups
+        self.ranks = list(range(len(params)))
         # Parameters come group by group: the slice that each group takes of every list.
         starts = [bisect_left(groups, g) for g in range(n_groups + 1)]
         self.spans = {g: slice(starts[g], starts[g + 1]) for g in range(n_groups) if starts[g] < starts[g + 1]}
@@ -54,6 +57,7 @@ class Plan:
             (backends.choose(backend, device)(members.take(positions) if len(by_device) > 1 else members), positions)
             for device, positions in by_device.items()
         ]
+        self.draws = [torch.zeros(1, dtype=torch.int64, device=device) for device in by_device]
         self.places = {i: (passes, j) for passes, positions in self.parts for j, i in enumerate(positions)}
         self.has_curvature = False  # every parameter has some; once true, it stays true
         self.states: list[dict[str, Any]] = []
@@ -91,14 +95,17 @@ class Plan:
             total = total + other.to(total.device)
         return total
 
-    def perturb(
-        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: int
-    ) -> None:
+    def perturb(self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int) -> None:
         """Moves every parameter to x + ε."""
-        for passes, positions in self.parts:
+        for (passes, positions), draw in zip(self.parts, self.draws, strict=True):
             here = scales.to(passes.members.weights[0].device)
             taken = take_grads if isinstance(take_grads, bool) else self._split(take_grads, positions)
             passes.perturb(here, adaptive=adaptive, take_grads=taken, seed=seed, draw=draw)
+
+    def count_draw(self, draw: int | Tensor) -> None:
+        """Sets the number of the draw of rounding noise, in memory of every device."""
+        for number in self.draws:
+            number.copy_(draw) if isinstance(draw, Tensor) else number.fill_(draw)
 
     def restore(self) -> None:
         """Puts x back, also where a parameter was given other memory in the meantime."""
@@ -121,8 +128,8 @@ class Plan:
 
     def exact_products(
         self, grads: Sequence[Tensor], due: Sequence[bool], *, n_samples: int, seed: int, draw: int
-    ) -> list[Product | None] | None:
-        """Hessian-vector products of the parameters that are due, or None if no gradient has a graph.
+    ) -> tuple[list[Product | None], float] | None:
+        """Hessian-vector products of the parameters that are due with their factor, or None without a graph.
 
         All devices are differentiated in one call, as their graph is one.
         """
@@ -153,12 +160,16 @@ class Plan:
         draw: int,
         *,
         restore: bool = False,
+        stochastic: bool = False,
     ) -> Tensor | None:
         """Updates every parameter. On a refresh, returns what each one's products looked like (see ``Passes.step``)."""
         tallies = []
-        for passes, positions in self.parts:
+        for (passes, positions), number in zip(self.parts, self.draws, strict=True):
+            if isinstance(scalars, DeviceScalars) and len(self.parts) > 1:
+                scalars = DeviceScalars(scalars.table.to(number.device), scalars.powers)
             mine = None if products is None else self._split(products, positions)
-            tallies.append(passes.step(scalars, self._split(cohorts, positions), mine, seed, draw, restore=restore))
+            theirs, noise = self._split(cohorts, positions), number if stochastic else None
+            tallies.append(passes.step(scalars, theirs, mine, seed, draw, restore=restore, noise_draw=noise))
         if products is None:
             return None
         if len(tallies) == 1:

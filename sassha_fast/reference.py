@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .capturable import vector
 from .scalars import StepScalars
 
 __all__ = [
@@ -32,7 +33,8 @@ __all__ = [
     "stochastic_round",
 ]
 
-NOISE_DOMAIN = 0x53525244  # keeps rounding noise and signs on different Philox keys
+# Keep signs, the rounding of an ascent and the rounding of an update on different Philox keys.
+ASCENT_NOISE, UPDATE_NOISE = 0x53525244, 0x55504454
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,13 +45,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 # ---- random bits ------------------------------------------------------------------------------------------------
 
 
-def philox(blocks: Tensor, index: int, draw: int, seed: int, domain: int = 0) -> Tensor:
+def philox(blocks: Tensor, index: int, draw: int | Tensor, seed: int, domain: int = 0) -> Tensor:
     """Philox4x32-10 of each block number.
 
     Args:
         blocks: int64 block numbers, the low half of the counter.
         index: Position of the parameter among all parameters.
-        draw: Number of the draw.
+        draw: Number of the draw, also as a 0-d tensor on the blocks' device.
         seed: The key.
         domain: Mixed into the upper key word to separate independent uses.
 
@@ -58,7 +60,7 @@ def philox(blocks: Tensor, index: int, draw: int, seed: int, domain: int = 0) ->
     """
     low = 0xFFFFFFFF
     c0, c1 = blocks & low, (blocks >> 32) & low
-    c2, c3 = torch.full_like(blocks, index & low), torch.full_like(blocks, draw & low)
+    c2, c3 = torch.full_like(blocks, index & low), torch.zeros_like(blocks) + (draw & low)
     key0, key1 = seed & low, ((seed >> 32) & low) ^ domain
     for _ in range(10):
         # int64 products wrap, but the bits of both halves are right.
@@ -81,10 +83,10 @@ def rademacher(like: Tensor, index: int, seed: int, draw: int, first: int = 0) -
     return (1 - 2 * bits).to(like.dtype).reshape(like.shape)
 
 
-def rounding_noise(like: Tensor, index: int, seed: int, draw: int) -> Tensor:
+def rounding_noise(like: Tensor, index: int, seed: int, draw: int | Tensor, domain: int) -> Tensor:
     """Sixteen random bits (int32) for each element of ``like``, eight elements a Philox call."""
     n = like.numel()
-    words = philox(torch.arange(-(-n // 8), device=like.device), index, draw, seed, NOISE_DOMAIN)
+    words = philox(torch.arange(-(-n // 8), device=like.device), index, draw, seed, domain)
     halves = (words.unsqueeze(-1) >> torch.tensor([0, 16], device=like.device)) & 0xFFFF
     return halves.reshape(-1)[:n].to(torch.int32).reshape(like.shape)
 
@@ -118,21 +120,21 @@ def square_sum(grad: Tensor, param: Tensor | None = None) -> Tensor:
     return (g * g).sum()
 
 
-def ascent_scales(square_sums: Tensor, rho: Sequence[float], perturb_eps: Sequence[float]) -> Tensor:
+def ascent_scales(
+    square_sums: Tensor, rho: Sequence[float | Tensor], perturb_eps: Sequence[float], *, on_device: bool = False
+) -> Tensor:
     """ρ / ‖g‖ per group, rounded to float32 for every dtype; 0 where the norm is not finite.
 
     Rounding hides the order in which the squares were added, which no two backends share. On the CPU these few
-    numbers are computed in Python, where they cost less than the calls of torch would.
+    numbers are computed in Python, where they cost less than the calls of torch would, unless ``on_device``
+    forbids to read a tensor from the host.
     """
-    if square_sums.device.type == "cpu":
+    if square_sums.device.type == "cpu" and not on_device:
         total = sum(square_sums.tolist())
         norm = math.sqrt(total) if math.isfinite(total) else math.inf
         return torch.tensor([r / (norm + e) for r, e in zip(rho, perturb_eps, strict=True)], dtype=torch.float32)
     norms = square_sums.sum().sqrt()
-    radius, offset = (
-        torch.tensor(values, dtype=torch.float64, device=square_sums.device) for values in (rho, perturb_eps)
-    )
-    scales = radius / (norms + offset)
+    scales = vector(rho, square_sums.device) / (norms + vector(perturb_eps, square_sums.device))
     return torch.where(torch.isfinite(norms), scales, torch.zeros_like(scales)).to(torch.float32)
 
 
@@ -197,19 +199,28 @@ def probe(param: Tensor, h: float, index: int, seed: int, draw: int) -> Tensor:
     return (x + torch.tensor(h, dtype=x.dtype, device=x.device) * rademacher(x, index, seed, draw)).to(param.dtype)
 
 
-def finite_difference(probed: Tensor, grad: Tensor, scalars: StepScalars) -> Tensor:
-    """Hz = (∇f(x+ε+hz) − ∇f(x+ε)) / h, in the compute dtype."""
+def finite_difference(probed: Tensor, grad: Tensor) -> Tensor:
+    """h·Hz = ∇f(x+ε+hz) − ∇f(x+ε), in the compute dtype. The update divides by h."""
     dtype = compute_dtype(grad.dtype)
-    return (probed.to(dtype) - grad.to(dtype)) / torch.tensor(scalars.probe, dtype=dtype, device=grad.device)
+    return probed.to(dtype) - grad.to(dtype)
 
 
 def scalar_tensors(scalars: StepScalars, dtype: torch.dtype, device: torch.device) -> Any:
     """The same fields as 0-d tensors, rounded once: a Python number may enter an operation in double."""
-    return StepScalars(*(torch.tensor(v, dtype=dtype, device=device) for v in scalars))  # type: ignore[arg-type]
+    fields = (
+        v.to(device, dtype) if isinstance(v, Tensor) else torch.tensor(v, dtype=dtype, device=device) for v in scalars
+    )
+    return StepScalars(*fields)  # type: ignore[arg-type]
 
 
 def step(
-    x: Tensor, grad: Tensor, exp_avg: Tensor, hessian: Tensor, scalars: StepScalars, curvature: Tensor | None = None
+    x: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    hessian: Tensor,
+    scalars: StepScalars,
+    curvature: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lines 7 to 16 of Algorithm 1 for one parameter.
 
@@ -219,7 +230,8 @@ def step(
         exp_avg: m of the last step.
         hessian: D of the last refresh. It starts at −0: the sign bit says that no curvature is known yet.
         scalars: See :class:`StepScalars`.
-        curvature: Σ z⊙Hz over the probes on a refresh, None otherwise.
+        curvature: On a refresh Σ z⊙Hz over the probes, up to ``scalars.product_scale``; None otherwise.
+        noise: Rounds the next x of a reduced-precision parameter stochastically; None rounds to nearest.
 
     Returns:
         The next x, m and D.
@@ -230,11 +242,11 @@ def step(
     bias2 = s.bias2
 
     # m = β1 m + (1−β1) g̃
-    m = s.beta1 * exp_avg + s.one_minus_beta1 * g
+    m = s.beta1 * exp_avg + s.one_minus_beta1 * (s.grad_scale * g)
     # D = β2 D + (1−β2) |Ĥ|, where Ĥ is finite
     d = hessian
     if curvature is not None:
-        h = curvature.to(dtype) / s.samples
+        h = curvature.to(dtype) * s.product_scale
         refreshed = torch.isfinite(h)
         d = torch.where(refreshed, s.beta2 * d + s.one_minus_beta2 * h.abs(), d)
         bias2 = torch.where(refreshed, s.bias2, s.bias2_kept)
@@ -245,7 +257,12 @@ def step(
     elif scalars.power != 1.0:
         d_bar = d_bar.pow(s.power)
     # x ← x(1−ηλ) − η m̄ / (D̄ + eps)
-    moved = x_now * s.decay - s.step_size * (m / (d_bar + s.eps))
-    # No weight moves before its curvature is known.
-    x_next = torch.where(torch.signbit(d), x, moved.to(x.dtype))
-    return x_next, m, d
+    ratio = torch.clamp(m / (d_bar + s.eps), -s.clip, s.clip)
+    moved = x_now * s.decay - s.step_size * ratio
+    rounded = moved.to(x.dtype) if noise is None or x.dtype == dtype else stochastic_round(moved, x.dtype, noise)
+    # No weight moves before its curvature is known, and nothing at all where gradients overflowed.
+    x_next = torch.where(torch.signbit(d), x, rounded)
+    results = (x_next, m, d)
+    if isinstance(scalars.skip, Tensor) or scalars.skip:
+        results = tuple(torch.where(s.skip != 0, a, b) for a, b in zip((x, exp_avg, hessian), results, strict=True))  # type: ignore[assignment]
+    return results

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .accessors import grad, no_grad, set_grad, weights_moved
+from .accessors import grad, no_grad, set_grad, version, weights_moved
 from .contexts import CreateGraph, ModelContexts
 from .hutchinson import FiniteDifferences, probe_length
 from .passes import Product
@@ -28,17 +28,17 @@ class Curvature:
 
     Attributes:
         products: By id of the parameter; None if the step is no refresh.
+        scale: Factor that makes of them means over the probes.
         loss_scale: What the loss was multiplied by in the pass that gave them, if that is known.
     """
 
     products: dict[int, Product] | None
+    scale: float = 1.0
     loss_scale: float | None = None
 
     def unscaled(self, loss_scale: float) -> Curvature:
         """Products of the loss itself."""
-        if self.products is None:
-            return self
-        return Curvature({key: replace(p, value=p.value / loss_scale) for key, p in self.products.items()})
+        return replace(self, scale=self.scale / loss_scale, loss_scale=None)
 
 
 class Refreshing(ModelContexts):
@@ -56,7 +56,7 @@ class Refreshing(ModelContexts):
     _time: int | None  # the clock, from perturb_weights to the end of the step
     _wants_graph: bool  # whether the running pass of a closure is the one that is differentiated again
     _probe: FiniteDifferences | None
-    _probe_length: float
+    _versions: list[int]  # of the perturbed weights when they were moved last
     _weight_norm: float  # ‖x‖ of the ascent's parameters, on refreshes by finite differences
 
     # ---- parameters and gradients -------------------------------------------------------------------------------
@@ -158,12 +158,11 @@ class Refreshing(ModelContexts):
         due = [True] * len(grads) if scheduled else self._without_curvature(plan)
         if not any(due):
             return Curvature(None)
-        products = plan.exact_products(
-            grads, due, n_samples=self.n_samples, seed=self.seed, draw=clock * self.n_samples
-        )
-        if products is not None:
+        found = plan.exact_products(grads, due, n_samples=self.n_samples, seed=self.seed, draw=clock * self.n_samples)
+        if found is not None:
+            products, scale = found
             pairs = zip(plan.params, products, strict=True)
-            return Curvature({id(p): product for p, product in pairs if product is not None})
+            return Curvature({id(p): product for p, product in pairs if product is not None}, scale)
         if scheduled:
             raise RuntimeError(
                 f"SASSHA.{caller}: this step refreshes the curvature, but no gradient has a graph to differentiate. "
@@ -209,7 +208,7 @@ class Refreshing(ModelContexts):
         else:
             probe.collect(self._take_grads())
         probe.advance()
-        weights_moved(self._ascent.params)
+        self._moved(self._ascent)
 
     def _take_grads(self) -> dict[int, Tensor]:
         """The gradients by id of their parameter, which is left without one."""
@@ -225,6 +224,27 @@ class Refreshing(ModelContexts):
         for p in self._parameters():
             p.grad = grads.get(id(p))
 
+    def _moved(self, ascent: Plan) -> None:
+        """Tells autograd and autocast that the perturbed weights moved, and remembers that it was us."""
+        weights_moved(ascent.params)
+        self._versions = list(map(version, ascent.params))
+
+    def _check_untouched(self, caller: str) -> None:
+        """Raises if anybody else changed the perturbed weights in place: the way back to x would lose it."""
+        ascent = self._ascent
+        if ascent is None or list(map(version, ascent.params)) == self._versions:
+            return
+        changed = [
+            name
+            for name, p, before in zip(ascent.names, ascent.params, self._versions, strict=True)
+            if p._version != before
+        ]
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise RuntimeError(
+            f"SASSHA.{caller}: {changed[0]}{more} changed in place while holding x + ε, and going back loses that; "
+            "move the line that changes weights to after step(). The weights are x again"
+        )
+
     def _undo_ascent(self, *, tell_autograd: bool = True) -> None:
         """Puts x back, if the weights are perturbed."""
         ascent, self._ascent = self._ascent, None
@@ -233,8 +253,11 @@ class Refreshing(ModelContexts):
             if tell_autograd:
                 weights_moved(ascent.params)
 
-    def _probed_curvature(self, *, fused: bool = True) -> Curvature:
-        """The products of the probes that were taken; gives ∇f(x+ε) back to the parameters."""
+    def _probed_curvature(self, *, fused: bool) -> Curvature:
+        """The products of the probes that were taken; gives ∇f(x+ε) back to the parameters.
+
+        ``fused`` leaves differences to the update. That needs ∇f(x+ε) to stay as it is until then.
+        """
         probe, self._probe = self._probe, None
         if probe is None or probe.done < len(probe.offsets):
             if probe is not None:
@@ -250,8 +273,7 @@ class Refreshing(ModelContexts):
         last = self._take_grads()
         self._set_grads(probe.second_pass)
         probe.collect(last)
-        self._probe_length = probe.h
-        return Curvature(self._due_only(probe.products(fused=fused)))
+        return Curvature(self._due_only(probe.products(fused=fused)), probe.scale)
 
     def _due_only(self, products: dict[int, Product]) -> dict[int, Product]:
         if self._clock() % self.lazy_hessian == 0 or self._ascent is None:
@@ -260,14 +282,17 @@ class Refreshing(ModelContexts):
         return {id(p): products[id(p)] for p, is_missing in missing if is_missing and id(p) in products}
 
     def _record_refresh(
-        self, states: list[dict[str, Any]], products: Sequence[Product | None], bias2: list[float], tallies: Tensor
+        self, states: list[dict[str, Any]], products: Sequence[Product | None], bias2: list[Any], tallies: Tensor
     ) -> bool:
         """Takes over what a refresh brought. Returns whether any product was finite."""
         finite = tallies[:, 2].tolist()
         elements = sum(product.value.numel() for product in products if product is not None)
         for entry, product, count, correction in zip(states, products, finite, bias2, strict=True):
             if product is not None and (count or product.value.numel() == 0):
-                entry[BIAS2] = correction
+                if isinstance(entry[BIAS2], Tensor):
+                    entry[BIAS2].copy_(correction)  # in place: a captured step reads it there
+                else:
+                    entry[BIAS2] = correction
         total = sum(finite)
         if total == 0 and elements > 0:
             self.stats.skipped_refreshes += 1

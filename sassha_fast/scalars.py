@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["StepScalars", "cohort_scalars", "integer_power", "step_scalars"]
+__all__ = ["Request", "StepScalars", "cohort_scalars", "integer_power", "step_scalars"]
+
+
+Scalar: TypeAlias = Any  # a float, or with ``capturable`` a 0-d tensor
 
 
 class StepScalars(NamedTuple):
-    """What the update needs beside tensors. The fields are the columns of ``StepScalars`` in ``csrc/params.h``."""
+    """What the update needs beside tensors. The fields are the columns of ``StepScalars`` in ``csrc/params.h``.
 
-    decay: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    bias2: float
-    bias2_kept: float
-    eps: float
-    step_size: float
+    With ``capturable`` all but ``power`` are tensors.
+    """
+
+    decay: Scalar
+    beta1: Scalar
+    one_minus_beta1: Scalar
+    beta2: Scalar
+    one_minus_beta2: Scalar
+    bias2: Scalar
+    bias2_kept: Scalar
+    eps: Scalar
+    step_size: Scalar
     power: float
-    samples: float
-    probe: float = 1.0
+    product_scale: Scalar = 1.0
+    grad_scale: Scalar = 1.0
+    clip: Scalar = math.inf
+    skip: Scalar = 0.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one update is asked for, beside hyperparameters and state.
+
+    Attributes:
+        product_scale: Factor that makes of a product the mean of z⊙Hz over the probes.
+        grad_scale: Factor that makes of ``p.grad`` the gradient to descend along: clipping over loss scale.
+        skip: Not 0 where gradients have overflowed: the update then only restores.
+        bias_correction: False replaces both corrections by 1.
+    """
+
+    product_scale: float = 1.0
+    grad_scale: Scalar = 1.0
+    skip: Scalar = 0.0
+    bias_correction: bool = True
 
 
 def integer_power(base: float, exponent: int) -> float:
@@ -40,16 +67,7 @@ def integer_power(base: float, exponent: int) -> float:
     return result
 
 
-def step_scalars(
-    group: Mapping[str, Any],
-    step: int,
-    bias2: float,
-    *,
-    refresh: bool,
-    samples: int = 1,
-    bias_correction: bool = True,
-    probe: float = 1.0,
-) -> StepScalars:
+def step_scalars(group: Mapping[str, Any], step: int, bias2: float, *, refresh: bool, request: Request) -> StepScalars:
     """Scalars of parameters that share a group, a step count and a curvature correction.
 
     Args:
@@ -57,14 +75,13 @@ def step_scalars(
         step: The number t of the step to take, counted from 1.
         bias2: 1 − β2^t of their last refresh, 0 before the first.
         refresh: Whether this step refreshes their curvature.
-        samples: Probes summed in a signed product.
-        bias_correction: False replaces both corrections by 1.
-        probe: Length h of a finite-difference probe.
+        request: What is common to all parameters.
     """
     lr = float(group["lr"])
     beta1, beta2 = group["betas"]
+    clip = group.get("clip_update")
     bias1, refreshed_bias2 = 1.0, 1.0
-    if bias_correction:
+    if request.bias_correction:
         bias1, refreshed_bias2 = 1.0 - integer_power(beta1, step), 1.0 - integer_power(beta2, step)
     return StepScalars(
         decay=1.0 - lr * float(group["weight_decay"]),
@@ -77,8 +94,10 @@ def step_scalars(
         eps=float(group["eps"]),
         step_size=lr / bias1,
         power=float(group["hessian_power"]),
-        samples=float(samples),
-        probe=probe,
+        product_scale=request.product_scale,
+        grad_scale=request.grad_scale,
+        clip=math.inf if clip is None else clip * bias1,
+        skip=request.skip,
     )
 
 
@@ -89,10 +108,7 @@ def cohort_scalars(
     steps: list[int],
     bias2: list[float],
     refreshed: list[bool],
-    *,
-    samples: int,
-    bias_correction: bool,
-    probe: float = 1.0,
+    request: Request,
 ) -> tuple[list[StepScalars], list[int]]:
     """Sorts parameters into cohorts that share a group, a step count, a correction and whether they are refreshed.
 
@@ -103,25 +119,14 @@ def cohort_scalars(
         steps: Steps that each parameter has taken.
         bias2: 1 − β2^t of each parameter's last refresh.
         refreshed: Whether this step refreshes it.
-        samples: Probes summed in a signed product.
-        bias_correction: See :func:`step_scalars`.
-        probe: See :func:`step_scalars`.
+        request: What is common to all parameters.
 
     Returns:
         The scalars of each cohort, and the cohort of each parameter.
     """
 
     def scalars_of(group: int, step: int, bias2: float, refresh: bool) -> StepScalars:
-        n = samples if refresh else 1
-        return step_scalars(
-            param_groups[group],
-            step + 1,
-            bias2,
-            refresh=refresh,
-            samples=n,
-            bias_correction=bias_correction,
-            probe=probe,
-        )
+        return step_scalars(param_groups[group], step + 1, bias2, refresh=refresh, request=request)
 
     if all(_alike(column[span]) for span in spans.values() for column in (steps, bias2, refreshed)):
         # The usual case: a group is a cohort. Groups without gradients get scalars that nobody reads.

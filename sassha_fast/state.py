@@ -38,20 +38,23 @@ UPSTREAM_CLOCK = "hessian step"  # the authors' name of the clock
 UPSTREAM_ASCENT = "e_w"  # the authors keep ε in the state
 
 
-def new_state(param: Tensor) -> dict[str, Any]:
-    """State of a parameter that has taken no step.
+def new_state(param: Tensor, *, on_device: bool = False) -> dict[str, Any]:
+    """State of a parameter that has taken no step; with ``on_device`` its numbers are tensors beside it.
 
     D starts at −0. The sign bit says that no curvature is known, so nothing moves; the first finite |Ĥ| clears it, as
     −0 + 0 is +0.
     """
     dtype = compute_dtype(param.dtype)
     exp_avg = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    if on_device:
+        count = torch.zeros((), dtype=torch.int64, device=param.device)
+        correction = torch.zeros((), dtype=torch.float64, device=param.device)
     return {
-        STEP: 0,
+        STEP: count if on_device else 0,
         HESSIAN_STEP: 0,
         EXP_AVG: exp_avg,
         HESSIAN: torch.full_like(exp_avg, -0.0, memory_format=torch.preserve_format),
-        BIAS2: 0.0,
+        BIAS2: correction if on_device else 0.0,
     }
 
 
@@ -141,10 +144,15 @@ def check_checkpoint(
     return {"state": state, "param_groups": groups}
 
 
-def placed(entry: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+def placed(entry: Mapping[str, Any], param: Tensor, *, on_device: bool = False) -> dict[str, Any]:
     """A loaded state with its tensors in memory of their own, in the parameter's layout and the state's dtype."""
-    state = new_state(param)
+    state = new_state(param, on_device=on_device)
     state[EXP_AVG].copy_(entry[EXP_AVG])
     state[HESSIAN].copy_(entry[HESSIAN])
-    state.update({STEP: int(entry[STEP]), HESSIAN_STEP: int(entry[HESSIAN_STEP]), BIAS2: float(entry[BIAS2])})
+    state[HESSIAN_STEP] = int(entry[HESSIAN_STEP])
+    if on_device:
+        state[STEP].fill_(int(entry[STEP]))
+        state[BIAS2].fill_(float(entry[BIAS2]))
+    else:
+        state.update({STEP: int(entry[STEP]), BIAS2: float(entry[BIAS2])})
     return state

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 __all__ = ["Stats"]
 
@@ -24,8 +25,9 @@ class Stats:
         ascent_gap: The increase of the loss that the ascent caused. Only closures see it: NaN after the three calls.
         refreshes: Refreshes that succeeded.
         partial_refreshes: Those among them in which some products were not finite.
-        skipped_steps: Steps left out because their scaled gradients had overflowed.
+        skipped_steps: Steps left out because their gradients had overflowed; a tensor with ``capturable``.
         skipped_refreshes: Refreshes in which no product was finite, or that had no graph.
+        descent_norm: Norm of the gradient at x + ε before clipping, where ``max_grad_norm`` or a check asked for it.
         square_sums: Squared norm of the first gradient, per group (of |x|⊙g with ``adaptive``).
         scales: Length of ε over length of g, per group.
     """
@@ -36,7 +38,8 @@ class Stats:
     refreshes: int = 0
     partial_refreshes: int = 0
     skipped_refreshes: int = 0
-    skipped_steps: int = 0
+    skipped_steps: int | Tensor = 0
+    descent_norm: Tensor = field(default_factory=_unknown)
     square_sums: Tensor = field(default_factory=_unknown)
     scales: Tensor = field(default_factory=_unknown)
 
@@ -50,7 +53,15 @@ class Stats:
         """ε·g, the first-order prediction of the increase of the loss that the ascent causes: ρ‖g‖."""
         return (self.scales.abs() * self.square_sums).sum()
 
-    def divide_by(self, loss_scale: float) -> None:
-        """Takes a loss scale out of the numbers of the ascent."""
-        self.square_sums = self.square_sums / loss_scale**2
-        self.scales = self.scales * loss_scale
+    def divide_by(self, scaler: GradScaler) -> None:
+        """Takes the loss scale of a scaler out of the numbers of the ascent, without waiting for the device."""
+        scale = scaler._get_scale_async()
+        if scaler.is_enabled() and scale is not None:
+            self.square_sums = self.square_sums / (scale * scale).to(self.square_sums.device)
+            self.scales = self.scales * scale.to(self.scales.device)
+
+    def count_skipped(self, skip: Tensor) -> None:
+        """Adds a step that may have been skipped, on the device and in place, so that a captured graph counts too."""
+        if not isinstance(self.skipped_steps, Tensor):
+            self.skipped_steps = torch.full_like(skip, float(self.skipped_steps))
+        self.skipped_steps.add_(skip)

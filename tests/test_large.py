@@ -34,7 +34,7 @@ def test_perturb_and_restore_reach_the_last_element():
     passes = NativePasses(Members([weight], [0], [0], 1, ["w"]))
     passes.bind_grads([grad], overwrite=True)
     assert passes.square_sums(adaptive=False).tolist() == [1.0]
-    passes.perturb(torch.tensor([0.5]), adaptive=False, take_grads=True, seed=0, draw=0)
+    passes.perturb(torch.tensor([0.5]), adaptive=False, take_grads=True, seed=0, draw=torch.zeros(1, dtype=torch.int64))
     assert weight[-2:].tolist() == [1.0, 1.5]
     passes.restore()
     assert weight[-2:].tolist() == [1.0, 1.0]

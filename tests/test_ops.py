@@ -16,7 +16,7 @@ from sassha_fast.scalars import StepScalars
 pytestmark = pytest.mark.usefixtures("native_ops")
 OPS = torch.ops.sassha_fast
 ROOT = Path(__file__).resolve().parent.parent
-SCALARS = torch.tensor([StepScalars(0.9, 0.9, 0.1, 0.99, 0.01, 0.5, 0.4, 1e-4, 0.1, 0.5, 1.0)], dtype=torch.float64)
+SCALARS = torch.tensor([StepScalars(0.9, 0.9, 0.1, 0.99, 0.01, 0.5, 0.4, 1e-4, 0.1, 0.5)], dtype=torch.float64)
 
 
 def some(dtype=torch.float32):
@@ -30,12 +30,12 @@ def arguments(dtype=torch.float32):
     scales = torch.tensor([0.1, 0.2])
     return {
         "square_sums": [some(dtype), some(dtype), [0, 1, 0], 2],
-        "perturb_": [some(dtype), some(dtype), some(dtype), scales, [0, 1, 0], [4, 5, 6], True, 1, 2],
+        "perturb_": [some(dtype), some(dtype), some(dtype), scales, [0, 1, 0], [4, 5, 6], True, 1, torch.tensor([2])],
         "restore_": [some(dtype), some(dtype)],
         "rademacher_": [some(dtype), [1, 2, 3], 4, 5],
         "probe_": [some(dtype), [1, 2, 3], 0.1, 4, 5],
-        "step_": [*step, SCALARS, [0, 0, 0]],
-        "refresh_step_": [*step, some(dtype), SCALARS, [0, 0, 0], [1, 2, 3], False, 4, 5],
+        "step_": [*step, SCALARS, [0, 0, 0], [1, 2, 3], 4, torch.tensor([5])],
+        "refresh_step_": [*step, some(dtype), SCALARS, [0, 0, 0], [1, 2, 3], False, 4, 5, None],
     }
 
 
@@ -55,7 +55,7 @@ LATER_LISTS = [(op, i) for op, i in EVERY_LIST if i > 0]
 STATE = ("exp_avgs", "hessians")
 NEED_ROW_MAJOR = [
     *((op, torch.float32) for op in ("rademacher_", "probe_", "refresh_step_")),
-    *(("perturb_", dtype) for dtype in REDUCED),
+    *((op, dtype) for op in ("perturb_", "step_") for dtype in REDUCED),
 ]
 
 
@@ -121,6 +121,7 @@ def test_wrong_list_length_names_operator_and_list(op, position):
         ("rademacher_", 1, "indices"),
         ("probe_", 1, "indices"),
         ("step_", 6, "cohorts"),
+        ("step_", 7, "indices"),
         ("refresh_step_", 7, "cohorts"),
         ("refresh_step_", 8, "indices"),
     ],
@@ -205,15 +206,18 @@ def test_step_scalars_have_the_fields_of_the_struct():
     assert list(StepScalars._fields) == fields("StepScalars")
 
 
-def test_flags_and_noise_domain_agree_with_the_headers():
+def test_flags_and_noise_domains_agree_with_the_headers():
     flags = dict(re.findall(r"(k\w+) = (\d+),", re.search(r"enum Flag.*?\}", header("params.h"), re.DOTALL).group(0)))
     assert {k: int(v) for k, v in flags.items()} == {
         "kOwnsBuffer": native.OWNS_BUFFER,
         "kSignedProduct": native.SIGNED_PRODUCT,
         "kProbeGradient": native.PROBE_GRADIENT,
     }
-    domain = re.search(r"kNoiseDomain = (0x\w+)u", header("philox.h")).group(1)
-    assert int(domain, 16) == reference.NOISE_DOMAIN
+    domains = dict(re.findall(r"(k\w+Noise) = (0x\w+)u", header("philox.h")))
+    assert {k: int(v, 16) for k, v in domains.items()} == {
+        "kAscentNoise": reference.ASCENT_NOISE,
+        "kUpdateNoise": reference.UPDATE_NOISE,
+    }
 
 
 # ---- instruction sets ---------------------------------------------------------------------------------------------

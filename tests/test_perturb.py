@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("native_ops")
 OPS = torch.ops.sassha_fast
 RUNNERS = ("ops", *PASSES)
 SCALES = torch.tensor([0.37, 99.0, -1.9])  # by group; a negative one descends (maximize)
-SEED, DRAW = 2**34 + 5, 11
+SEED, DRAW = 2**34 + 5, torch.tensor([11])
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -64,7 +64,9 @@ def expected_weights(weights, grads, scales, adaptive):
     for weight, grad, group, index in zip(
         weights, grads, groups_of(len(weights)), indices_of(len(weights)), strict=True
     ):
-        noise = reference.rounding_noise(weight, index, SEED, DRAW) if weight.dtype in REDUCED else None
+        noise = None
+        if weight.dtype in REDUCED:
+            noise = reference.rounding_noise(weight, index, SEED, DRAW, reference.ASCENT_NOISE)
         out.append(reference.ascend(weight, grad, scales[group], adaptive=adaptive, noise=noise))
     return out
 
@@ -162,7 +164,8 @@ def test_rounding_noise_differs_between_parameters_and_draws():
     def moved(index, draw):
         weights, grads = [torch.ones(256, dtype=torch.bfloat16)], [torch.ones(256, dtype=torch.bfloat16)]
         scales = torch.tensor([2.0**-8])
-        OPS.perturb_(weights, grads, [torch.empty_like(weights[0])], scales, [0], [index], False, SEED, draw)
+        backups, number = [torch.empty_like(weights[0])], torch.tensor([draw])
+        OPS.perturb_(weights, grads, backups, scales, [0], [index], False, SEED, number)
         return weights[0]
 
     assert (moved(0, 0) != moved(1, 0)).any()

@@ -131,7 +131,7 @@ def test_every_bit_of_a_block_is_balanced():
 
 def test_rounding_noise_is_independent_of_the_signs():
     like = torch.empty(N_STATISTICS // 16)
-    noise = reference.rounding_noise(like, 3, 4, 5)
+    noise = reference.rounding_noise(like, 3, 4, 5, reference.ASCENT_NOISE)
     of_noise = (1 - 2 * ((noise.unsqueeze(-1) >> torch.arange(16)) & 1)).flatten().double()
     of_signs = reference.rademacher(torch.empty(N_STATISTICS, dtype=torch.float64), 3, 4, 5)
     assert (of_noise * of_signs).mean().abs() <= mean_bound(N_STATISTICS)
@@ -139,7 +139,7 @@ def test_rounding_noise_is_independent_of_the_signs():
 
 def test_rounding_noise_is_uniform_on_sixteen_bits():
     n = 1 << 18
-    noise = reference.rounding_noise(torch.empty(n), 0, 1, 2).double()
+    noise = reference.rounding_noise(torch.empty(n), 0, 1, 2, reference.UPDATE_NOISE).double()
     assert noise.min() >= 0
     assert noise.max() <= 0xFFFF
     uniform = noise / 2**16

@@ -11,7 +11,7 @@ from cases import assert_same_bits
 from tolerances import INTEGER_POWER_RTOL, mean_bound, sum_bound
 
 from sassha_fast import reference
-from sassha_fast.scalars import StepScalars, integer_power, step_scalars
+from sassha_fast.scalars import Request, StepScalars, integer_power, step_scalars
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.5, "eps": 1e-4, "hessian_power": 0.5, "maximize": False}
 
@@ -68,28 +68,30 @@ def test_integer_power_is_near_the_exact_power(base, exponent):
 
 
 def test_step_scalars_are_the_corrections_of_adam():
-    s = step_scalars(GROUP, 3, 0.25, refresh=True, samples=4)
+    s = step_scalars(GROUP, 3, 0.25, refresh=True, request=Request(4.0, 0.5))
     bias1, bias2 = 1 - 0.9 * (0.9 * 0.9), 1 - 0.99 * (0.99 * 0.99)
-    assert s == StepScalars(0.95, 0.9, 1 - 0.9, 0.99, 1 - 0.99, bias2, 0.25, 1e-4, 0.1 / bias1, 0.5, 4.0)
+    assert s == StepScalars(0.95, 0.9, 1 - 0.9, 0.99, 1 - 0.99, bias2, 0.25, 1e-4, 0.1 / bias1, 0.5, 4.0, 0.5)
 
 
 def test_an_ordinary_step_keeps_the_correction_of_the_last_refresh():
-    s = step_scalars(GROUP, 7, 0.25, refresh=False)
-    assert (s.bias2, s.bias2_kept, s.samples) == (0.25, 0.25, 1.0)
+    s = step_scalars(GROUP, 7, 0.25, refresh=False, request=Request())
+    assert (s.bias2, s.bias2_kept, s.product_scale, s.clip) == (0.25, 0.25, 1.0, math.inf)
 
 
 def test_maximize_flips_the_gradient_and_nothing_else():
-    plain, flipped = (step_scalars({**GROUP, "maximize": m}, 2, 0.0, refresh=True) for m in (False, True))
+    plain, flipped = (
+        step_scalars({**GROUP, "maximize": m}, 2, 0.0, refresh=True, request=Request()) for m in (False, True)
+    )
     assert flipped == plain._replace(one_minus_beta1=-plain.one_minus_beta1)
 
 
 def test_without_bias_correction_both_corrections_are_one():
-    s = step_scalars(GROUP, 5, 0.25, refresh=True, bias_correction=False)
+    s = step_scalars(GROUP, 5, 0.25, refresh=True, request=Request(bias_correction=False))
     assert (s.bias2, s.step_size) == (1.0, 0.1)
 
 
 def test_scalar_tensors_are_rounded_once_to_the_compute_dtype():
-    s = step_scalars(GROUP, 3, 0.25, refresh=True)
+    s = step_scalars(GROUP, 3, 0.25, refresh=True, request=Request())
     for dtype in (torch.float32, torch.float64):
         tensors = reference.scalar_tensors(s, dtype, torch.device("cpu"))
         assert_same_bits(list(tensors), [torch.tensor(value, dtype=torch.float64).to(dtype) for value in s])
@@ -164,8 +166,8 @@ def test_philox_rademacher_and_noise_read_the_same_words():
     words = reference.philox(blocks, 3, 4, 5)
     z = reference.rademacher(torch.empty(256), 3, 5, 4)
     assert_same_bits(z[:32], 1.0 - 2.0 * ((words[0, 0] >> torch.arange(32)) & 1))
-    noise_words = reference.philox(blocks, 3, 4, 5, reference.NOISE_DOMAIN)
-    noise = reference.rounding_noise(torch.empty(9), 3, 5, 4)
+    noise_words = reference.philox(blocks, 3, 4, 5, reference.ASCENT_NOISE)
+    noise = reference.rounding_noise(torch.empty(9), 3, 5, 4, reference.ASCENT_NOISE)
     expected = [half for word in noise_words.flatten().tolist() for half in (word & 0xFFFF, word >> 16)][:9]
     assert noise.tolist() == expected
     assert abs(z.mean()) <= mean_bound(256)
@@ -176,13 +178,16 @@ def test_philox_rademacher_and_noise_read_the_same_words():
 
 def test_step_follows_algorithm_one_on_numbers_worked_by_hand():
     x, g, m, d = (torch.tensor([v], dtype=torch.float64) for v in (2.0, 4.0, 1.0, 8.0))
-    s = StepScalars(0.5, 0.5, 0.5, 0.25, 0.75, 0.5, 0.125, 1.0, 2.0, 0.5, 4.0)
+    s = StepScalars(0.5, 0.5, 0.5, 0.25, 0.75, 0.5, 0.125, 1.0, 2.0, 0.5, 0.25)
     # m = 0.5*1 + 0.5*4; D = 0.25*8 + 0.75*|-24/4| on a refresh; denominator = sqrt(D/0.5) + 1, or sqrt(D/0.125) + 1
     assert_same_bits(reference.step(x, g, m, d, s), tuple(_doubles(1.0 - 2.0 * (2.5 / 5.0), 2.5, 8.0)))
     refreshed = reference.step(x, g, m, d, s, torch.tensor([-24.0], dtype=torch.float64))
     assert_same_bits(refreshed, tuple(_doubles(1.0 - 2.0 * (2.5 / (math.sqrt(13.0) + 1.0)), 2.5, 6.5)))
     kept = reference.step(x, g, m, d, s, torch.tensor([torch.inf], dtype=torch.float64))
     assert_same_bits(kept, tuple(_doubles(1.0 - 2.0 * (2.5 / 9.0), 2.5, 8.0)))
+    clipped = reference.step(x, g, m, d, s._replace(grad_scale=0.5, clip=0.125))  # m = 1.5, and 1.5 / 5 is too much
+    assert_same_bits(clipped, tuple(_doubles(1.0 - 2.0 * 0.125, 1.5, 8.0)))
+    assert_same_bits(reference.step(x, g, m, d, s._replace(skip=1.0)), (x, m, d))
     linear = reference.step(x, g, m, d, s._replace(power=1.0))
     assert_same_bits(linear, tuple(_doubles(1.0 - 2.0 * (2.5 / 17.0), 2.5, 8.0)))
 
@@ -196,7 +201,6 @@ def test_every_public_function_is_there_to_be_tested():
     assert [name for name in reference.__all__ if f"reference.{name}(" not in source] == []
 
 
-def test_finite_difference_divides_by_the_probe_which_is_h_long():
-    scalars = StepScalars(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0.5)
-    assert reference.finite_difference(torch.tensor([3.0]), torch.tensor([2.0]), scalars).item() == 2.0
+def test_finite_difference_is_taken_over_a_probe_of_length_h():
+    assert reference.finite_difference(torch.tensor([3.0]), torch.tensor([2.0])).item() == 1.0
     assert reference.probe(torch.zeros(200), 0.5, 1, 2, 3).abs().unique().item() == 0.5

@@ -23,7 +23,7 @@ from tolerances import power_bound, power_rtol, trace_bound
 
 from sassha_fast import reference
 from sassha_fast.passes import Product
-from sassha_fast.scalars import StepScalars, step_scalars
+from sassha_fast.scalars import Request, StepScalars, step_scalars
 
 pytestmark = pytest.mark.usefixtures("native_ops")
 OPS = torch.ops.sassha_fast
@@ -48,16 +48,17 @@ def cohorts_of(n):
 def scalars_for(power, mode):
     """Two cohorts: one late and decayed, one early that maximizes."""
     late = {"lr": 0.13, "betas": (0.9, 0.99), "weight_decay": 0.02, "maximize": False, "eps": 1e-4}
-    first = {"lr": 0.4, "betas": (0.8, 0.95), "weight_decay": 0.0, "maximize": True, "eps": 1e-3}
-    refresh, samples = mode != "ordinary", 3 if mode == "signed" else 1
+    first = {"lr": 0.4, "betas": (0.8, 0.95), "weight_decay": 0.0, "maximize": True, "eps": 1e-3, "clip_update": 0.3}
+    refresh, product_scale = mode != "ordinary", 1 / 3 if mode == "signed" else 0.7
+    requests = [Request(product_scale), Request(product_scale, grad_scale=0.37)]
     return [
-        step_scalars({**late, "hessian_power": power}, 21, 0.17, refresh=refresh, samples=samples),
-        step_scalars({**first, "hessian_power": power}, 2, 0.05, refresh=refresh, samples=samples),
+        step_scalars({**late, "hessian_power": power}, 21, 0.17, refresh=refresh, request=requests[0]),
+        step_scalars({**first, "hessian_power": power}, 2, 0.05, refresh=refresh, request=requests[1]),
     ]
 
 
-def step_by(runner, lists, scalars, mode):
-    """Updates the lists in place; returns the tally of a refresh."""
+def step_by(runner, lists, scalars, mode, noise=None):
+    """Updates the lists in place; returns the tally of a refresh. ``noise`` is the draw of stochastic rounding."""
     n = len(lists.weights)
     if runner.startswith("ops"):
         backups = []
@@ -68,16 +69,18 @@ def step_by(runner, lists, scalars, mode):
         table = torch.tensor(scalars, dtype=torch.float64)
         common = (lists.weights, backups, lists.grads, lists.exp_avgs, lists.hessians)
         if mode == "ordinary":
-            return OPS.step_(*common, table, cohorts_of(n))
+            return OPS.step_(*common, table, cohorts_of(n), indices_of(n), SEED, noise)
         signed = mode == "signed"
-        return OPS.refresh_step_(*common, lists.products, table, cohorts_of(n), indices_of(n), signed, SEED, DRAW)
+        return OPS.refresh_step_(
+            *common, lists.products, table, cohorts_of(n), indices_of(n), signed, SEED, DRAW, noise
+        )
     passes = PASSES[runner](members_of(lists.weights))
     passes.bind_state(lists.exp_avgs, lists.hessians)
     passes.bind_grads(lists.grads)
     products = None
     if mode != "ordinary":
         products = [_product(passes, lists, i, mode) for i in range(n)]
-    return passes.step(scalars, cohorts_of(n), products, SEED, DRAW)
+    return passes.step(scalars, cohorts_of(n), products, SEED, DRAW, noise_draw=noise)
 
 
 def _product(passes, lists, i, mode):
@@ -97,7 +100,7 @@ def expected_lists(lists, scalars, mode):
         if mode != "ordinary":
             h = p * reference.rademacher(x, indices_of(i + 1)[i], SEED, DRAW) if mode == "unsigned" else p
             compute = reference.compute_dtype(x.dtype)
-            mean = h.to(compute) / torch.tensor(s.samples, dtype=compute)
+            mean = h.to(compute) * torch.tensor(s.product_scale, dtype=compute)
             seen = mean[mean.isfinite()].double()
             tallies.append((float(seen.sum()), int((seen < 0).sum()), seen.numel()))
             magnitudes.append(float(seen.abs().sum()))
@@ -156,9 +159,9 @@ def test_general_power_stays_within_its_tolerance_and_state_is_bitwise(dtype, mo
 def test_general_power_denominator_over_fifty_decades(dtype, power):
     d = (10 ** (torch.rand(100_000, dtype=torch.float64) * 50 - 25)).to(dtype)
     x, g, m = torch.zeros_like(d), torch.zeros_like(d), torch.ones_like(d)
-    only_power = StepScalars(1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, power, 1.0)  # x = −1 / D^power
+    only_power = StepScalars(1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, power)  # x = −1 / D^power
     wanted, _, _ = reference.step(x, g, m, d, only_power)
-    OPS.step_([x], [], [g], [m], [d], torch.tensor([only_power], dtype=torch.float64), [0])
+    OPS.step_([x], [], [g], [m], [d], torch.tensor([only_power], dtype=torch.float64), [0], [0], 0, None)
     assert (((x - wanted) / wanted).abs() <= power_rtol(dtype)).all()
 
 

@@ -188,6 +188,19 @@ SASSHA_HD void apply_signs(const C* v, C* out, N n, const Bits128& bits) {
   }
 }
 
+// Rounds the values to the grid of a reduced type at random, so that their expectation is kept.
+template <typename T>
+SASSHA_HD void round_stochastically(float* values, int64_t n, const Stream& stream, int64_t element, Domain domain) {
+  for (int64_t i = 0; i < n; i += kNoisePerCall) {
+    const Bits128 noise = noise_bits(stream, (element + i) / kNoisePerCall, domain);
+    for (int64_t j = i; j < i + kNoisePerCall && j < n; ++j) {
+      const uint32_t bits = (noise.word[(j - i) / 2] >> (16 * (j % 2))) & 0xFFFFu;
+      values[j] =
+          std::is_same_v<T, BFloat16> ? stochastic_bfloat16(values[j], bits) : stochastic_float16(values[j], bits);
+    }
+  }
+}
+
 // A sum of squares in double over 32 fixed lanes: element i goes to lane i % 32 on every instruction set, so the
 // result is the same on all of them.
 class SquareSum {

@@ -19,9 +19,11 @@ struct AscentOptions {
 
 struct StepOptions {
   const StepScalars<double>* scalars;  // per cohort
-  uint64_t seed;                       // signs of a product that is not signed yet
-  uint32_t draw;
-  bool stream;  // write parameters past the cache
+  uint64_t seed;
+  uint32_t draw;         // of the signs of a product that is not signed yet
+  uint32_t noise_draw;   // of the rounding noise of reduced-precision parameters
+  bool round_at_random;  // round those with it, not to nearest
+  bool stream;           // write parameters past the cache
 };
 
 struct Kernels {

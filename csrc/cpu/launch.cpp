@@ -47,11 +47,10 @@ void probe(Rows rows, double h, int64_t seed, int64_t draw) {
   });
 }
 
-void step(Rows rows, const double* scalars, int64_t seed, int64_t draw, Tally* tallies) {
+void step(Rows rows, StepOptions options, Tally* tallies) {
   const Pieces pieces(rows.data, rows.size);
   const bool in_place = rows.size == 0 || rows.data[0].param == rows.data[0].backup;
-  const StepOptions options{reinterpret_cast<const StepScalars<double>*>(scalars), static_cast<uint64_t>(seed),
-                            static_cast<uint32_t>(draw), !in_place && pieces.elements() > kStreamElements};
+  options.stream = !in_place && pieces.elements() > kStreamElements;
   std::vector<Tally> partial(tallies == nullptr ? 0 : static_cast<size_t>(pieces.size()));
   pieces.for_each([&](int64_t i, const Piece& piece) {
     const Tally tally = kernels().step(rows.data[piece.row], piece.begin, piece.size, options);

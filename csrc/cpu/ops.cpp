@@ -78,7 +78,7 @@ Tensor op_square_sums(Tensors grads, Tensors params, Ints groups, int64_t n_grou
 }
 
 void op_perturb(Tensors params, Tensors grads, Tensors backups, Tensor scales, Ints groups, Ints indices, bool adaptive,
-                int64_t seed, int64_t draw) {
+                int64_t seed, Tensor draw) {
   const char* op = "sassha_perturb";
   std::vector<Row> rows = rows_of(op, "params", params);
   set_column(op, "grads", rows, &Row::grad, grads, params);
@@ -89,8 +89,8 @@ void op_perturb(Tensors params, Tensors grads, Tensors backups, Tensor scales, I
     if (item_size(rows[i].dtype) == 2) check_row_major(op, "params", i, params[i]);
   }
   check_scales(op, scales, rows);
-  perturb(view(rows), {static_cast<const float*>(scales.data_ptr()), adaptive, static_cast<uint64_t>(seed),
-                       static_cast<uint32_t>(draw)});
+  perturb(view(rows),
+          {static_cast<const float*>(scales.data_ptr()), adaptive, static_cast<uint64_t>(seed), draw_in(op, draw)});
 }
 
 void op_restore(Tensors params, Tensors backups) {
@@ -117,43 +117,46 @@ void op_probe(Tensors params, Ints indices, double h, int64_t seed, int64_t draw
 
 // Rows of an update. An empty `backups` means that the parameters hold x themselves.
 std::vector<Row> step_rows(const char* op, const Tensors& params, const Tensors& backups, const Tensors& grads,
-                           const Tensors& exp_avgs, const Tensors& hessians, const Tensor& scalars,
-                           const Ints& cohorts) {
+                           const Tensors& exp_avgs, const Tensors& hessians, const Tensor& scalars, const Ints& cohorts,
+                           const Ints& indices, bool round_at_random) {
   std::vector<Row> rows = rows_of(op, "params", params);
   if (!backups.empty()) set_column(op, "backups", rows, &Row::backup, backups, params);
   set_column(op, "grads", rows, &Row::grad, grads, params);
   set_column(op, "exp_avgs", rows, &Row::exp_avg, exp_avgs, params, /*state=*/true);
   set_column(op, "hessians", rows, &Row::hessian, hessians, params, /*state=*/true);
   set_numbers(op, "cohorts", rows, &Row::cohort, cohorts);
+  set_numbers(op, "indices", rows, &Row::index, indices);
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (round_at_random && item_size(rows[i].dtype) == 2) check_row_major(op, "params", i, params[i]);
+  }
   check_scalars(op, scalars, rows);
   return rows;
 }
 
 void op_step(Tensors params, Tensors backups, Tensors grads, Tensors exp_avgs, Tensors hessians, Tensor scalars,
-             Ints cohorts) {
-  step(view(step_rows("sassha_step", params, backups, grads, exp_avgs, hessians, scalars, cohorts)),
-       static_cast<const double*>(scalars.data_ptr()), 0, 0, nullptr);
+             Ints cohorts, Ints indices, int64_t seed, std::optional<Tensor> noise_draw) {
+  const char* op = "sassha_step";
+  const std::vector<Row> rows =
+      step_rows(op, params, backups, grads, exp_avgs, hessians, scalars, cohorts, indices, noise_draw.has_value());
+  step(view(rows), step_options(op, scalars, seed, 0, noise_draw), nullptr);
 }
 
 Tensor op_refresh_step(Tensors params, Tensors backups, Tensors grads, Tensors exp_avgs, Tensors hessians,
                        Tensors products, Tensor scalars, Ints cohorts, Ints indices, bool is_signed, int64_t seed,
-                       int64_t draw) {
+                       int64_t draw, std::optional<Tensor> noise_draw) {
   const char* op = "sassha_refresh_step";
-  std::vector<Row> rows = step_rows(op, params, backups, grads, exp_avgs, hessians, scalars, cohorts);
+  std::vector<Row> rows =
+      step_rows(op, params, backups, grads, exp_avgs, hessians, scalars, cohorts, indices, noise_draw.has_value());
   set_column(op, "products", rows, &Row::product, products, params);
-  set_numbers(op, "indices", rows, &Row::index, indices);
   for (size_t i = 0; i < params.size(); ++i) {
     if (is_signed) {
       rows[i].flags = kSignedProduct;
-      continue;
+    } else {
+      check_row_major(op, "params", i, params[i]);
     }
-    check_row_major(op, "params", i, params[i]);
-    const double samples = static_cast<const StepScalars<double>*>(scalars.data_ptr())[rows[i].cohort].samples;
-    STD_TORCH_CHECK(samples == 1, op, ": products[", i, "] is one unsigned product, but its scalars count ", samples,
-                    " samples; sum z * Hz over the probes and pass signed=True");
   }
   Tensor tallies = new_doubles(scalars, {static_cast<int64_t>(rows.size()), kTallyWords});
-  step(view(rows), static_cast<const double*>(scalars.data_ptr()), seed, draw, static_cast<Tally*>(tallies.data_ptr()));
+  step(view(rows), step_options(op, scalars, seed, draw, noise_draw), static_cast<Tally*>(tallies.data_ptr()));
   return tallies;
 }
 

@@ -5,19 +5,6 @@
 namespace sassha::SASSHA_ISA {
 namespace {
 
-// Rounds to the grid of a reduced type at random, as rounding to nearest would lose most of a small eps.
-template <typename T>
-void round_stochastically(float* values, int64_t n, const Stream& stream, int64_t element) {
-  for (int64_t i = 0; i < n; i += kNoisePerCall) {
-    const Bits128 noise = noise_bits(stream, (element + i) / kNoisePerCall);
-    for (int64_t j = i; j < i + kNoisePerCall && j < n; ++j) {
-      const uint32_t bits = (noise.word[(j - i) / 2] >> (16 * (j % 2))) & 0xFFFFu;
-      values[j] =
-          std::is_same_v<T, BFloat16> ? stochastic_bfloat16(values[j], bits) : stochastic_float16(values[j], bits);
-    }
-  }
-}
-
 // The pass for types computed in place. `backup` may be `grad` itself, element for element.
 template <typename C, bool kAdaptive>
 void ascend(C* __restrict param, C* backup, const C* grad, C scale, int64_t size) {
@@ -52,7 +39,8 @@ void perturb_of(const Row& row, int64_t begin, int64_t size, const AscentOptions
       for (int64_t i = 0; i < n; ++i) {
         x[i] = x[i] + (kAdaptive ? adaptive_ascent(scale, g[i], x[i]) : ascent(scale, g[i]));
       }
-      round_stochastically<T>(x, n, stream, begin + offset);
+      // Rounding to nearest would lose most of a small eps.
+      round_stochastically<T>(x, n, stream, begin + offset, kAscentNoise);
       store(param + offset, x, n);
     });
   }

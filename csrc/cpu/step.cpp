@@ -15,21 +15,22 @@ enum class Product {
 template <typename C>
 StepScalars<C> rounded(const StepScalars<double>& s) {
   return {C(s.decay),      C(s.beta1), C(s.one_minus_beta1), C(s.beta2), C(s.one_minus_beta2), C(s.bias2),
-          C(s.bias2_kept), C(s.eps),   C(s.step_size),       C(s.power), C(s.samples),         C(s.probe)};
+          C(s.bias2_kept), C(s.eps),   C(s.step_size),       C(s.power), C(s.product_scale),   C(s.grad_scale),
+          C(s.clip),       C(s.skip)};
 }
 
 // One block of z * Hz, averaged over probes, and what it adds to the tally. Returns whether all of it is finite.
 template <Product kProduct, typename C, typename N>
 SASSHA_HD bool curvature_sample(const C* product, const C* g, C* h, N n, const Stream& stream, int64_t element,
                                 const StepScalars<C>& s, Tally& tally) {
-  if constexpr (kProduct == Product::kUnsigned) {
-    apply_signs(product, h, n, sign_bits(stream, element / kBlock));
-  } else if constexpr (kProduct == Product::kProbed) {
-    C hz[kBlock];
-    for (int64_t i = 0; i < n; ++i) hz[i] = finite_difference(product[i], g[i], s);
-    apply_signs(hz, h, n, sign_bits(stream, element / kBlock));
+  if constexpr (kProduct == Product::kSigned) {
+    for (int64_t i = 0; i < n; ++i) h[i] = product[i] * s.product_scale;
   } else {
-    for (int64_t i = 0; i < n; ++i) h[i] = product[i] / s.samples;
+    C hz[kBlock];
+    for (int64_t i = 0; i < n; ++i) {
+      hz[i] = (kProduct == Product::kProbed ? product[i] - g[i] : product[i]) * s.product_scale;
+    }
+    apply_signs(hz, h, n, sign_bits(stream, element / kBlock));
   }
   int32_t finite = 0, negative = 0;
   const C sum = block_sum(h, n);
@@ -60,8 +61,12 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
   const T* product = at<T>(row.product, begin);
   C* exp_avg = at<C>(row.exp_avg, begin);
   C* hessian = at<C>(row.hessian, begin);
-  const Stream stream{options.seed, static_cast<uint32_t>(row.index), options.draw};
+  const Stream signs{options.seed, static_cast<uint32_t>(row.index), options.draw};
   Tally tally = {};
+  if (s.skip != 0) {
+    if (param != backup) memcpy(param, backup, static_cast<size_t>(size) * sizeof(T));
+    return tally;
+  }
   for_each_block(size, [&](int64_t offset, auto n) {
     C x_room[kBlock], g_room[kBlock], p_room[kBlock], denom[kBlock], next[kBlock];
     const C* x = load(backup + offset, x_room, n);
@@ -73,7 +78,7 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
     } else {
       C h[kBlock];
       const C* raw = load(product + offset, p_room, n);
-      if (curvature_sample<kProduct>(raw, g, h, n, stream, begin + offset, s, tally)) {
+      if (curvature_sample<kProduct>(raw, g, h, n, signs, begin + offset, s, tally)) {
         for (int64_t i = 0; i < n; ++i) {
           d[i] = curvature(d[i], h[i], s);
           denom[i] = denominator<kPower>(d[i], s.bias2, s);
@@ -95,6 +100,9 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
         stream_out(param + offset, next, n);
         return;
       }
+    } else if (options.round_at_random) {
+      const Stream noise{options.seed, static_cast<uint32_t>(row.index), options.noise_draw};
+      round_stochastically<T>(next, n, noise, begin + offset, kUpdateNoise);
     }
     store(param + offset, next, n);
   });

@@ -1,0 +1,188 @@
+"""The update: scalars of every cohort, clipping, what is skipped, and what is counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import repeat
+from operator import is_, is_not, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import schedules
+from .accessors import weights_moved
+from .capturable import device_scalars
+from .checks import check_count, check_number
+from .plan import Plan
+from .refresh import Curvature, Refreshing
+from .scalars import Request, StepScalars, cohort_scalars
+from .state import BIAS2, HESSIAN_STEP, STEP, new_state
+
+__all__ = ["Updating"]
+
+
+class Updating(Refreshing):
+    """An optimizer that knows how to descend. :class:`sassha_fast.SASSHA` adds the phases of a step."""
+
+    bias_correction: bool
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    stochastic_rounding: bool
+    capturable: bool
+    hessian_power_scheduler: schedules.Schedule | schedules.Stepping | None
+    rho_scheduler: schedules.Schedule | schedules.Stepping | None
+
+    def _states(self, plan: Plan) -> list[dict[str, Any]]:
+        """State of every parameter of the plan, created where it is missing."""
+        if 0 < len(plan.states) == len(self.state) and all(map(is_, plan.states, self.state.values())):
+            return plan.states  # the very entries of last time, found without hashing a parameter
+        states = list(map(self.state.get, plan.params))
+        for i, p in enumerate(plan.params):
+            if not states[i]:
+                self.state[p] = states[i] = new_state(p, on_device=self.capturable)
+        return states  # type: ignore[return-value]
+
+    def _update(
+        self,
+        plan: Plan,
+        curvature: Curvature,
+        *,
+        restore: bool = False,
+        loss_scale: Tensor | None = None,
+        overflow: float | Tensor = 0.0,
+        check_finite: bool = False,
+    ) -> None:
+        """The update.
+
+        Args:
+            plan: Parameters, with their gradients bound.
+            curvature: Products, on a refresh.
+            restore: Take x from the backups of the plan's ascent, which is undone on the way.
+            loss_scale: What the gradients still have to be divided by.
+            overflow: Not 0 if gradients are known to have overflowed.
+            check_finite: Find out whether they have.
+        """
+        grad_scale, skip = self._descent_limits(plan, loss_scale, overflow, check_finite or self.skip_nonfinite)
+        if not isinstance(skip, Tensor) and skip:
+            self._undo_ascent()
+            self.stats.skipped_steps += 1
+            return
+        clock, found = self._clock(), curvature.products
+        self._next_power()
+        states = self._states(plan)
+        plan.bind_state(states)
+        products = None if found is None else [found.get(id(p)) for p in plan.params]
+        refreshed = [False] * len(states) if products is None else list(map(is_not, products, repeat(None)))
+        steps, bias2 = list(map(itemgetter(STEP), states)), list(map(itemgetter(BIAS2), states))
+        request = Request(curvature.scale, grad_scale, skip, self.bias_correction)
+        scalars: Sequence[StepScalars]
+        if self.capturable:
+            scalars, cohorts = (
+                device_scalars(self.param_groups, plan.groups, steps, bias2, refreshed, request),
+                plan.ranks,
+            )
+        else:
+            scalars, cohorts = cohort_scalars(
+                self.param_groups, plan.groups, plan.spans, steps, bias2, refreshed, request
+            )
+        if self.stochastic_rounding:
+            plan.count_draw(self._draw(plan))
+        if restore:
+            self._ascent = None
+        draw, stochastic = clock * self.n_samples, self.stochastic_rounding
+        tallies = plan.step(scalars, cohorts, products, self.seed, draw, restore=restore, stochastic=stochastic)
+        weights_moved(plan.params)
+        next_clock = clock + 1
+        if products is not None and tallies is not None:
+            succeeded = self._record_refresh(states, products, [scalars[c].bias2 for c in cohorts], tallies)
+            if not succeeded and clock % self.lazy_hessian == 0:
+                next_clock = clock  # a scheduled refresh that failed is still due
+        self._count_step(states, steps, next_clock, skip)
+
+    def _count_step(
+        self, states: list[dict[str, Any]], steps: list[Any], next_clock: int, skip: float | Tensor
+    ) -> None:
+        """Advances step counts, on the device if they live there, and the clock."""
+        if self.capturable:
+            taken = 1 if not isinstance(skip, Tensor) else (skip == 0).to(torch.int64).reshape(())
+            torch._foreach_add_(steps, taken)
+            if torch.cuda.is_current_stream_capturing():
+                return  # nothing happens now; replayed() tells when it does
+            for entry in states:
+                entry[HESSIAN_STEP] = next_clock
+            return
+        for entry in states:
+            entry[STEP] += 1
+            entry[HESSIAN_STEP] = next_clock
+
+    def _descent_limits(
+        self, plan: Plan, loss_scale: Tensor | None, overflow: float | Tensor, check_finite: bool
+    ) -> tuple[float | Tensor, float | Tensor]:
+        """The factor of the gradient at x + ε, and whether to skip the step. One norm serves clipping and checking."""
+        unscale: float | Tensor = 1.0
+        if self.capturable:
+            unscale = 1.0 if loss_scale is None else 1.0 / loss_scale.double()
+        else:
+            unscale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
+            overflow = float(overflow)
+        if not isinstance(overflow, Tensor) and overflow:
+            return unscale, 1.0
+        if self.max_grad_norm is None and not check_finite:
+            return unscale, overflow
+        norm = plan.square_sums(adaptive=False).sum().sqrt() * unscale
+        self.stats.descent_norm = norm
+        if self.capturable:
+            bad = torch.isfinite(norm).logical_not().double()
+            overflow = torch.maximum(bad, overflow.double().reshape(())) if isinstance(overflow, Tensor) else bad
+            self.stats.count_skipped(overflow)
+        elif check_finite and not math.isfinite(float(norm)):
+            return unscale, 1.0
+        if self.max_grad_norm is None:
+            return unscale, overflow
+        # The factor is rounded to float32, which hides the order of summation; see reference.ascent_scales.
+        factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0).float().double() * unscale
+        return (factor if self.capturable or factor.device.type != "cpu" else float(factor)), overflow
+
+    def _draw(self, plan: Plan) -> int | Tensor:
+        """Number of the step's draw of rounding noise. With ``capturable`` it is the step count on the device."""
+        if not self.capturable:
+            return self._clock()
+        entry = self.state.get(plan.params[0])
+        return entry[STEP] if entry else 0
+
+    def replayed(self, steps: int = 1) -> None:
+        """Tells the refresh clock that a CUDA graph of an ordinary step was replayed, which Python can't see."""
+        check_count("steps", steps)
+        if not self.capturable:
+            raise RuntimeError(
+                "SASSHA.replayed: steps are counted on the host; build the optimizer with capturable=True"
+            )
+        clock = self._clock() + steps
+        for entry in self.state.values():
+            entry[HESSIAN_STEP] = clock
+
+    # ---- schedules ----------------------------------------------------------------------------------------------
+
+    @property
+    def hessian_power_t(self) -> float:
+        """The Hessian power in use, of the first group."""
+        return float(self.param_groups[0]["hessian_power"])
+
+    def _next_power(self) -> None:
+        if self.hessian_power_scheduler is not None:
+            self._schedule("hessian_power", "power_step", self.hessian_power_scheduler)
+
+    def _next_rho(self) -> Sequence[float | Tensor]:
+        if self.rho_scheduler is not None:
+            self._schedule("rho", "rho_step", self.rho_scheduler)
+        radii = [group["rho"] for group in self.param_groups]
+        return radii if self.capturable else list(map(float, radii))
+
+    def _schedule(self, key: str, counter: str, schedule: schedules.Schedule | schedules.Stepping) -> None:
+        value = schedules.next_value(schedule, self.param_groups[0][counter])
+        check_number(key, value)
+        for group in self.param_groups:
+            group[key] = value
+            group[counter] += 1
