@@ -17,8 +17,8 @@ from shapes import Shapes
 from torch import Tensor
 
 from sassha_fast import SASSHA, ops
-from sassha_fast.native import BACKUP, EXP_AVG, FLAGS, GRAD, HESSIAN, PARAM, PRODUCT, ROW_WORDS
 from sassha_fast.scalars import Request, step_scalars
+from sassha_fast.tables import BACKUP, EXP_AVG, FLAGS, GRAD, HESSIAN, PARAM, PRODUCT, ROW_WORDS
 
 NEVER = 10**9  # a refresh interval that leaves ordinary steps only, after the first
 
@@ -105,7 +105,8 @@ class Kernels:
             (HESSIAN, "hessian"),
         ):
             self.ops.table_bind(self.table, column, self.tensors[name])
-        self.in_grads = self.table.clone()  # where perturb puts x into the gradients' memory
+        self.in_grads = self.table.clone()
+        self.in_grads[:, BACKUP] = self.in_grads[:, GRAD]  # perturb puts x into the gradients' memory
         self.refresh = self.table.clone()
         self.refresh[:, PRODUCT] = torch.tensor([h.data_ptr() for h in self.tensors["product"]])
         self.refresh[:, FLAGS] = 0
@@ -125,16 +126,16 @@ class Kernels:
         self.ops.table_square_sums(self.table, 1, False)
 
     def perturb(self) -> None:
-        self.ops.table_perturb(self.in_grads, self.scales, True, False, 0, self.draw)
+        self.ops.table_perturb(self.in_grads, self.scales, False, 0, self.draw)
 
     def restore(self) -> None:
         self.ops.table_restore(self.table)
 
     def step(self) -> None:
-        self.ops.table_step(self.table, self.scalars, False, 0, None)
+        self.ops.table_step(self.table, self.scalars, 0, None)
 
     def refresh_step(self) -> None:
-        self.ops.table_refresh_step(self.refresh, self.scalars, False, 0, 0, None)
+        self.ops.table_refresh_step(self.refresh, self.scalars, 0, 0, None)
 
     def ordinary(self) -> None:
         """What one ordinary step of a closure costs: norm, perturb, step with restore fused in."""

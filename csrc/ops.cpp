@@ -22,11 +22,11 @@ STABLE_TORCH_LIBRARY(sassha_fast, m) {
 
   m.def("table_bind(Tensor table, int column, Tensor[] tensors) -> (int, int)");
   m.def("table_square_sums(Tensor table, int n_groups, bool adaptive) -> Tensor");
-  m.def("table_perturb(Tensor table, Tensor scales, bool into_grads, bool adaptive, int seed, Tensor draw) -> ()");
+  m.def("table_perturb(Tensor table, Tensor scales, bool adaptive, int seed, Tensor draw) -> ()");
   m.def("table_restore(Tensor table) -> ()");
-  m.def("table_step(Tensor table, Tensor scalars, bool restored, int seed, Tensor? noise_draw) -> ()");
+  m.def("table_step(Tensor table, Tensor scalars, int seed, Tensor? noise_draw) -> ()");
   m.def(
-      "table_refresh_step(Tensor table, Tensor scalars, bool restored, int seed, int draw, Tensor? noise_draw) "
+      "table_refresh_step(Tensor table, Tensor scalars, int seed, int draw, Tensor? noise_draw) "
       "-> Tensor");
 
   m.def("cpu_isa() -> str");

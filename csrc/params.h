@@ -1,7 +1,7 @@
 // Plain structs that cross the language boundary.
 //
 // A Row describes one parameter to a pass: addresses, size and indices, all 64-bit, so that a list of rows is one
-// int64 tensor of shape [n, kRowWords] that Python keeps between steps (sassha_fast/native.py mirrors the columns).
+// int64 tensor of shape [n, kRowWords] that Python keeps between steps (sassha_fast/tables.py mirrors the columns).
 // A StepScalars is one row of a float64 tensor of shape [cohorts, kStepScalarWords] (sassha_fast/scalars.py).
 #pragma once
 

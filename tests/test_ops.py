@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import REDUCED, place
 
-from sassha_fast import native, reference
+from sassha_fast import reference, tables
 from sassha_fast.scalars import StepScalars
 
 pytestmark = pytest.mark.usefixtures("native_ops")
@@ -199,7 +199,7 @@ def fields(struct):
 
 def test_columns_of_the_table_are_the_fields_of_row():
     names = fields("Row")
-    assert [getattr(native, name.upper()) for name in names] == list(range(native.ROW_WORDS))
+    assert [getattr(tables, name.upper()) for name in names] == list(range(tables.ROW_WORDS))
 
 
 def test_step_scalars_have_the_fields_of_the_struct():
@@ -209,9 +209,9 @@ def test_step_scalars_have_the_fields_of_the_struct():
 def test_flags_and_noise_domains_agree_with_the_headers():
     flags = dict(re.findall(r"(k\w+) = (\d+),", re.search(r"enum Flag.*?\}", header("params.h"), re.DOTALL).group(0)))
     assert {k: int(v) for k, v in flags.items()} == {
-        "kOwnsBuffer": native.OWNS_BUFFER,
-        "kSignedProduct": native.SIGNED_PRODUCT,
-        "kProbeGradient": native.PROBE_GRADIENT,
+        "kOwnsBuffer": tables.OWNS_BUFFER,
+        "kSignedProduct": tables.SIGNED_PRODUCT,
+        "kProbeGradient": tables.PROBE_GRADIENT,
     }
     domains = dict(re.findall(r"(k\w+Noise) = (0x\w+)u", header("philox.h")))
     assert {k: int(v, 16) for k, v in domains.items()} == {

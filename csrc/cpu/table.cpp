@@ -19,11 +19,6 @@ constexpr int64_t kExpAvgColumn = offsetof(Row, exp_avg) / sizeof(int64_t);
 constexpr int64_t kHessianColumn = offsetof(Row, hessian) / sizeof(int64_t);
 constexpr int64_t kLastAddress = offsetof(Row, product) / sizeof(int64_t);
 
-void use_params_as_backups(const Tensor& table, bool restored) {
-  if (!restored) return;
-  for (int64_t i = 0; i < table.size(0); ++i) rows_in(table)[i].backup = rows_in(table)[i].param;
-}
-
 // Owns a list that came in over the boundary.
 struct ListOwner {
   explicit ListOwner(StableListHandle handle) : list(handle) {}
@@ -120,26 +115,20 @@ Tensor op_table_square_sums(Tensor table, int64_t n_groups, bool adaptive) {
   return sums;
 }
 
-// With `into_grads`, x goes into the gradients' own memory.
-void op_table_perturb(Tensor table, Tensor scales, bool into_grads, bool adaptive, int64_t seed, Tensor draw) {
-  if (into_grads) {
-    for (int64_t i = 0; i < table.size(0); ++i) rows_in(table)[i].backup = rows_in(table)[i].grad;
-  }
+void op_table_perturb(Tensor table, Tensor scales, bool adaptive, int64_t seed, Tensor draw) {
   perturb(view(table), {static_cast<const float*>(scales.data_ptr()), adaptive, static_cast<uint64_t>(seed),
                         draw_in("table_perturb", draw)});
 }
 
 void op_table_restore(Tensor table) { restore(view(table)); }
 
-// With `restored`, the parameters hold x themselves; else x is in the backups, and the update restores as it goes.
-void op_table_step(Tensor table, Tensor scalars, bool restored, int64_t seed, std::optional<Tensor> noise_draw) {
-  use_params_as_backups(table, restored);
+// x is in the backups, which may be the parameters themselves; else the update restores as it goes.
+void op_table_step(Tensor table, Tensor scalars, int64_t seed, std::optional<Tensor> noise_draw) {
   step(view(table), step_options("table_step", scalars, seed, 0, noise_draw), nullptr);
 }
 
-Tensor op_table_refresh_step(Tensor table, Tensor scalars, bool restored, int64_t seed, int64_t draw,
+Tensor op_table_refresh_step(Tensor table, Tensor scalars, int64_t seed, int64_t draw,
                              std::optional<Tensor> noise_draw) {
-  use_params_as_backups(table, restored);
   Tensor tallies = new_doubles(table, {table.size(0), kTallyWords});
   step(view(table), step_options("table_refresh_step", scalars, seed, draw, noise_draw),
        static_cast<Tally*>(tallies.data_ptr()));
