@@ -47,7 +47,11 @@ IDLE_REFCOUNT = _idle_refcount()  # sys.getrefcount, mapped over a list, of a gr
 
 
 def no_grad(method: Callable[P, R]) -> Callable[P, R]:
-    """``torch.no_grad`` for methods that are called every step: the same switch with a tenth of the overhead."""
+    """``torch.no_grad`` for methods that are called every step: the same switch with a tenth of the overhead.
+
+    Compiled code calls such a method as it is, like those of ``torch.optim`` under the same decorator: the passes are
+    fused already, so there is nothing to gain by tracing them.
+    """
 
     @wraps(method)
     def without_grad(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,7 +62,7 @@ def no_grad(method: Callable[P, R]) -> Callable[P, R]:
         finally:
             torch._C._set_grad_enabled(before)
 
-    return without_grad
+    return torch._disable_dynamo(without_grad)  # type: ignore[attr-defined]
 
 
 def weights_moved(params: list[Tensor]) -> None:

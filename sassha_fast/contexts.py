@@ -15,7 +15,18 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CreateGraph", "ModelContexts", "RandomState", "RunningStatistics", "frozen_batchnorm", "refresh_context"]
+__all__ = [
+    "KINKED",
+    "CreateGraph",
+    "ModelContexts",
+    "RandomState",
+    "RunningStatistics",
+    "frozen_batchnorm",
+    "refresh_context",
+]
+
+
+KINKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.Hardtanh, nn.Hardswish)  # their derivative jumps
 
 
 class CreateGraph(TorchFunctionMode):
@@ -114,6 +125,7 @@ def refresh_context(model: nn.Module | None = None) -> Iterator[None]:
 class ModelContexts(Optimizer):
     """What an optimizer offers to closures and hand-written loops around the passes of a step."""
 
+    hvp: str
     _random: RandomState | None  # of the step's first pass, for replay_rng
     _model: nn.Module | None
 
@@ -125,6 +137,13 @@ class ModelContexts(Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"SASSHA.attach: model is {type(model).__name__}, expected a torch.nn.Module")
         self._model = model
+        kinked = sorted({type(module).__name__ for module in model.modules() if isinstance(module, KINKED)})
+        if kinked and self.hvp != "exact":
+            warnings.warn(
+                f"SASSHA.attach: finite differences see curvature at the kinks of {', '.join(kinked)} that exact "
+                "products ignore; D comes out 1.2 to 2 times larger. Tune lr for it, or use hvp='exact'",
+                stacklevel=2,
+            )
 
     def frozen_batchnorm(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """For the second pass of hand-written loops: BatchNorm uses the batch and keeps its running statistics."""

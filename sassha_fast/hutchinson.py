@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["FiniteDifferences", "exact_products", "probe_length"]
 
 
+# In torch's messages: operations without a formula, flash attention among them; compiled code; cuDNN's RNNs.
+_NO_DOUBLE_BACKWARD = ("is not implemented", "double backward", "Double backward")
+
+
 class ProbeSource(Protocol):
     """Draws probes, and knows where the update can draw them again."""
 
@@ -68,15 +72,25 @@ def exact_products(
         drawn = source.rademacher(positions, seed, draw + sample)
         signs = dict(zip(positions, drawn, strict=True))
         torch._foreach_mul_(drawn, 1.0 / length)
-        with torch.enable_grad():
-            differentiated = torch.autograd.grad(
-                [grads[i] for i in connected],
-                inputs,
-                grad_outputs=[signs[i] for i in connected],
-                retain_graph=sample < n_samples - 1,
-                allow_unused=True,
-                materialize_grads=True,
-            )
+        outputs, probes = [grads[i] for i in connected], [signs[i] for i in connected]
+        try:
+            with torch.enable_grad():
+                differentiated = torch.autograd.grad(
+                    outputs,
+                    inputs,
+                    grad_outputs=probes,
+                    retain_graph=sample < n_samples - 1,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+        except RuntimeError as error:
+            if not any(sign in str(error) for sign in _NO_DOUBLE_BACKWARD):
+                raise
+            raise RuntimeError(
+                f"SASSHA: an operation of the model has no double backward, which exact products need: {error}. Put "
+                "all passes of a refresh step, unperturb() included, into `with opt.refresh_context():`, or construct "
+                "SASSHA with hvp='finite_difference'. sassha_fast.check_model(model, sample) names the modules"
+            ) from error
         products = [product.detach() for product in differentiated]
         torch._foreach_mul_(drawn, length)
         if not signed:

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .contexts import RandomState, RunningStatistics, frozen_batchnorm, refresh_context
+from .contexts import KINKED, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
 
 __all__ = ["ModelReport", "check_model"]
-
-_KINKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.Hardtanh, nn.Hardswish)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def check_model(model: nn.Module, *sample: Any) -> ModelReport:
     finally:
         random.restore()
         statistics.restore()
-    kinked = [name for name, module in model.named_modules() if isinstance(module, _KINKED)]
+    kinked = [name for name, module in model.named_modules() if isinstance(module, KINKED)]
     return ModelReport(without, stubborn, kinked)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import repeat
 from operator import is_, is_not, itemgetter
@@ -106,9 +105,11 @@ class Updating(Refreshing):
     ) -> None:
         """Advances step counts, on the device if they live there, and the clock."""
         if self.capturable:
-            taken = 1 if not isinstance(skip, Tensor) else (skip == 0).to(torch.int64).reshape(())
-            torch._foreach_add_(steps, taken)
-            if torch.cuda.is_current_stream_capturing():
+            if isinstance(skip, Tensor):
+                torch._foreach_add_(steps, [(skip == 0).to(torch.int64)] * len(steps))
+            else:
+                torch._foreach_add_(steps, 1)
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 return  # nothing happens now; replayed() tells when it does
             for entry in states:
                 entry[HESSIAN_STEP] = next_clock
@@ -122,28 +123,28 @@ class Updating(Refreshing):
     ) -> tuple[float | Tensor, float | Tensor]:
         """The factor of the gradient at x + ε, and whether to skip the step. One norm serves clipping and checking."""
         unscale: float | Tensor = 1.0
-        if self.capturable:
-            unscale = 1.0 if loss_scale is None else 1.0 / loss_scale.double()
-        else:
-            unscale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
-            overflow = float(overflow)
-        if not isinstance(overflow, Tensor) and overflow:
+        if loss_scale is not None:
+            unscale = 1.0 / loss_scale.double() if self.capturable else 1.0 / float(loss_scale)
+        if not self.capturable and float(overflow):
             return unscale, 1.0
-        if self.max_grad_norm is None and not check_finite:
-            return unscale, overflow
-        norm = plan.square_sums(adaptive=False).sum().sqrt() * unscale
-        self.stats.descent_norm = norm
-        if self.capturable:
-            bad = torch.isfinite(norm).logical_not().double()
-            overflow = torch.maximum(bad, overflow.double().reshape(())) if isinstance(overflow, Tensor) else bad
-            self.stats.count_skipped(overflow)
-        elif check_finite and not math.isfinite(float(norm)):
-            return unscale, 1.0
-        if self.max_grad_norm is None:
-            return unscale, overflow
-        # The factor is rounded to float32, which hides the order of summation; see reference.ascent_scales.
-        factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0).float().double() * unscale
-        return (factor if self.capturable or factor.device.type != "cpu" else float(factor)), overflow
+        factor = unscale
+        skip = overflow.double().reshape(()) if isinstance(overflow, Tensor) and self.capturable else 0.0
+        if self.max_grad_norm is not None or check_finite:
+            norm = self.stats.descent_norm = plan.square_sums(adaptive=False).sum().sqrt() * unscale
+            if check_finite:
+                broken = torch.isfinite(norm).logical_not().double()
+                if not self.capturable:
+                    skip = float(broken)
+                else:
+                    skip = torch.maximum(broken, skip) if isinstance(skip, Tensor) else broken
+            if self.max_grad_norm is not None:
+                # Rounded to float32, which hides the order of summation; see reference.ascent_scales.
+                factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0).float().double() * unscale
+        if isinstance(skip, Tensor):
+            self.stats.count_skipped(skip)
+        if isinstance(factor, Tensor) and factor.device.type == "cpu" and not self.capturable:
+            factor = float(factor)
+        return factor, skip
 
     def _draw(self, plan: Plan) -> int | Tensor:
         """Number of the step's draw of rounding noise. With ``capturable`` it is the step count on the device."""
@@ -156,9 +157,7 @@ class Updating(Refreshing):
         """Tells the refresh clock that a CUDA graph of an ordinary step was replayed, which Python can't see."""
         check_count("steps", steps)
         if not self.capturable:
-            raise RuntimeError(
-                "SASSHA.replayed: steps are counted on the host; build the optimizer with capturable=True"
-            )
+            raise RuntimeError("SASSHA.replayed: steps are counted on the host; construct SASSHA with capturable=True")
         clock = self._clock() + steps
         for entry in self.state.values():
             entry[HESSIAN_STEP] = clock
