@@ -155,10 +155,11 @@ def test_hessian_closure_gives_the_curvature_and_closure_the_gradient():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_exception_in_the_closure_leaves_everything_as_it_was(fails_at, backend):
     model, loss_fn = zoo.make("cnn_with_batchnorm")
-    opt = SASSHA(model.parameters(), backend=backend, **OPTIONS)
+    opt = SASSHA(model.parameters(), backend=backend, rho_scheduler=lambda step: 0.05 + step, **OPTIONS)
     opt.attach(model)
     opt.step(closure_of(opt, loss_fn))
     before = snapshot(model), buffers(model), state_of(opt), torch.get_rng_state()
+    assert (opt.param_groups[0]["rho"], opt.param_groups[0]["rho_step"]) == (0.05, 1)
     calls = 0
 
     def closure():
@@ -176,6 +177,7 @@ def test_an_exception_in_the_closure_leaves_everything_as_it_was(fails_at, backe
     assert all(map(torch.equal, buffers(model), before[1]))
     assert_same_state(state_of(opt), before[2])
     assert torch.equal(torch.get_rng_state(), before[3])
+    assert (opt.param_groups[0]["rho"], opt.param_groups[0]["rho_step"]) == (0.05, 1)
     opt.step(closure_of(opt, loss_fn))
 
 

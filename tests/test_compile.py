@@ -5,6 +5,7 @@ import torch
 import zoo
 from test_closure import closure_of
 from torch._dynamo.testing import CompileCounterWithBackend
+from training import assert_same_bits, make_loss, make_net, snapshot
 
 from sassha_fast import SASSHA
 
@@ -48,3 +49,43 @@ def test_a_hand_written_refresh_of_compiled_code_needs_the_context():
     opt.unperturb()
     opt.step()
     assert opt.stats.refreshes == 1
+
+
+def test_a_compiled_step_runs_the_passes_as_they_are():
+    """torch.compile has nothing to fuse in them: it calls them, compiles nothing twice, and changes no bit."""
+    torch._dynamo.reset()
+    results = []
+    for compiled_step in (False, True):
+        net = make_net()
+        opt = SASSHA(net.parameters(), lr=0.05, rho=0.05, lazy_hessian=3)
+        counter = CompileCounterWithBackend("aot_eager")
+        step = torch.compile(opt.step, backend=counter) if compiled_step else opt.step
+        loss = make_loss(net)
+        for _ in range(7):
+            step(closure_of(opt, loss))
+        assert counter.frame_count <= 1
+        results.append(snapshot(net))
+    assert_same_bits(*results)
+
+
+def test_a_compiled_model_runs_compiled_inside_a_closure():
+    torch._dynamo.reset()
+    runs = 0
+
+    def count(module, example_inputs):
+        def run(*args):
+            nonlocal runs
+            runs += 1
+            return module(*args)
+
+        return run
+
+    net = make_net()
+    fast = torch.compile(net, backend=count)
+    opt = SASSHA(net.parameters(), lr=0.05, rho=0.05, lazy_hessian=3)
+    seen = []
+    for _ in range(4):
+        before = runs
+        opt.step(closure_of(opt, lambda: fast(torch.ones(4, 12)).square().sum()))
+        seen.append(runs - before)
+    assert seen == [0, 2, 2, 0]  # a refresh by exact products runs eagerly

@@ -92,6 +92,13 @@ def test_attach_wants_a_module():
         SASSHA(make_net().parameters()).attach(3)
 
 
+def test_attach_warns_of_kinks_that_finite_differences_see():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+    with pytest.warns(UserWarning, match="kinks of ReLU that exact products ignore"):
+        SASSHA(model.parameters(), hvp="finite_difference").attach(model)
+    SASSHA(model.parameters()).attach(model)  # a warning would be an error here
+
+
 class Scene:
     """A trained model whose weights and state must be the same after the error as before it."""
 
@@ -233,3 +240,75 @@ def test_a_schedule_that_gives_a_bad_value_is_named():
         three_calls(opt, make_loss(net))
     assert_same_bits(snapshot(net), weights)
     assert not opt.state
+
+
+# ---- errors that teach --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_changed_in_place_between_the_calls_are_named(backend):
+    scene = Scene(backend)
+    scene.loss().backward()
+    scene.opt.perturb_weights()
+    scene.loss().backward(create_graph=True)
+    with torch.no_grad():
+        scene.net[2].weight.clamp_(-1, 1)
+    with pytest.raises(
+        RuntimeError, match=r"parameter 2 of group 0 changed .* move the line .* after step\(\)"
+    ):
+        scene.opt.unperturb()
+    scene.check()
+
+
+def test_weights_changed_in_place_by_a_closure_are_named():
+    scene = Scene()
+
+    def closure():
+        scene.opt.zero_grad()
+        loss = scene.loss()
+        loss.backward()
+        with torch.no_grad():
+            for p in scene.net.parameters():
+                p.mul_(1.0)
+        return loss
+
+    with pytest.raises(RuntimeError, match="step: parameter 0 of group 0 and 5 more changed in place"):
+        scene.opt.step(closure)
+    scene.check()
+
+
+def test_a_flash_kernel_on_a_hand_written_refresh_is_explained():
+    linear, x = torch.nn.Linear(8, 24), torch.randn(2, 4, 8)
+    opt = SASSHA(linear.parameters(), rho=0.05)
+
+    def loss():
+        q, k, v = linear(x).view(2, 4, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).square().sum()
+
+    before = snapshot(linear)
+    loss().backward()
+    opt.perturb_weights()
+    loss().backward(create_graph=True)
+    with pytest.raises(RuntimeError, match=r"flash_attention.*`with opt\.refresh_context\(\):`"):
+        opt.unperturb()
+    assert_same_bits(snapshot(linear), before)
+    opt.zero_grad()
+    with opt.refresh_context():
+        loss().backward()
+        opt.perturb_weights()
+        loss().backward(create_graph=True)
+        opt.unperturb()
+    opt.step()
+    assert opt.stats.refreshes == 1
+
+
+def test_a_closure_handed_to_the_scaler_is_refused():
+    scene = Scene()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(scene.loss()).backward()
+    with pytest.raises(
+        RuntimeError, match=r"scaler\.step\(opt, closure\) by opt\.step\(closure, scaler=scaler\)"
+    ):
+        scaler.step(scene.opt, lambda: scene.loss())
+    scene.opt.zero_grad()
+    scene.check()

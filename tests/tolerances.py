@@ -57,6 +57,12 @@ EAGER_RTOL = 1e-6
 # norm: where curvature nearly cancels, single elements move by more.
 ACCUMULATION_RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
 
+# ---- exact products -----------------------------------------------------------------------------------------------
+
+# torch.func differentiates other formulas (composite functions instead of fused backward kernels) in float64; second
+# derivatives lose a few digits to cancellation. Seen: 3e-13 relative to entries of order 1.
+PRODUCT_RTOL = 1e-10
+
 # ---- scalars ------------------------------------------------------------------------------------------------------
 
 # Repeated squaring doubles the relative error and adds a rounding each time: about n * 2^-53 for the n-th power.
