@@ -10,11 +10,11 @@ from training import assert_same_bits, make_loss, make_net, snapshot
 from sassha_fast import SASSHA
 
 
-def compiled(name):
+def compiled(name, backend="aot_eager"):
     """The model through AOTAutograd, whose backward has no double backward, and the number of its compilations."""
     torch._dynamo.reset()
     model, _ = zoo.make(name, torch.float32)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     fast = torch.compile(model, backend=counter)
     tokens = torch.randint(0, zoo.TOKENS, (4, 7))
 
@@ -25,9 +25,11 @@ def compiled(name):
     return model, loss, counter
 
 
-@pytest.mark.parametrize("hvp", ["exact", "finite_difference"])
-def test_a_compiled_transformer_trains_and_compiles_once(hvp):
-    model, loss, counter = compiled("transformer_with_dropout")
+@pytest.mark.parametrize(
+    ("hvp", "backend"), [("exact", "inductor"), ("exact", "aot_eager"), ("finite_difference", "aot_eager")]
+)
+def test_a_compiled_transformer_trains_and_compiles_once(hvp, backend):
+    model, loss, counter = compiled("transformer_with_dropout", backend)
     opt = SASSHA(model.parameters(), lr=0.05, rho=0.05, lazy_hessian=3, hvp=hvp)
     opt.attach(model)
     losses, compilations = [], []

@@ -253,9 +253,7 @@ def test_weights_changed_in_place_between_the_calls_are_named(backend):
     scene.loss().backward(create_graph=True)
     with torch.no_grad():
         scene.net[2].weight.clamp_(-1, 1)
-    with pytest.raises(
-        RuntimeError, match=r"parameter 2 of group 0 changed .* move the line .* after step\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"parameter 2 of group 0 changed .* move the line .* after step\(\)"):
         scene.opt.unperturb()
     scene.check()
 
@@ -306,9 +304,7 @@ def test_a_closure_handed_to_the_scaler_is_refused():
     scene = Scene()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(scene.loss()).backward()
-    with pytest.raises(
-        RuntimeError, match=r"scaler\.step\(opt, closure\) by opt\.step\(closure, scaler=scaler\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"scaler\.step\(opt, closure\) by opt\.step\(closure, scaler=scaler\)"):
         scaler.step(scene.opt, lambda: scene.loss())
     scene.opt.zero_grad()
     scene.check()
