@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_choice", "check_count", "check_group", "check_number", "check_param", "check_single_process"]
+__all__ = ["check_choice", "check_count", "check_group", "check_number", "check_param"]
 
 
 def check_number(name: str, value: Any, below: float = math.inf) -> None:
@@ -56,16 +56,3 @@ def check_param(param: Any, i: int) -> None:
         raise ValueError(f"SASSHA: parameter {i} is {param.dtype}, expected a real floating-point dtype")
     if param.layout != torch.strided:
         raise ValueError(f"SASSHA: parameter {i} has layout {param.layout}, expected a dense tensor")
-
-
-def check_single_process() -> None:
-    """Raises where gradients would have to be reduced over processes."""
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        raise RuntimeError(
-            f"SASSHA.step: this process is one of {torch.distributed.get_world_size()}, and this release does not "
-            "reduce gradients and products over processes; train in one process"
-        )

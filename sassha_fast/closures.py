@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.distributed.algorithms.join import Join
 
 from .contexts import CreateGraph, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
 from .passes import Product
@@ -77,6 +78,8 @@ def closure_step(
     first = _as_closure(opt, closure)
     other = None if hessian_closure is None else _as_closure(opt, hessian_closure)
     opt._curvature = opt._time = None
+    opt._is_reduced = False
+    Join.notify_join_context(opt)
     schedule = [(group["rho"], group["rho_step"]) for group in opt.param_groups]
     rho = opt._next_rho()
     random = RandomState(p.device for p in opt._parameters())
@@ -134,6 +137,7 @@ def _run(opt: SASSHA, closure: Closure, *, differentiated: bool) -> Tensor | flo
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(opt._unsynced())
             if graph:
                 stack.enter_context(refresh_context(opt._model))
                 stack.enter_context(CreateGraph())
@@ -189,16 +193,19 @@ def _finish(opt: SASSHA, curvature: Curvature | None, scaler: GradScaler | None)
     """The update, from x + ε or from x."""
     if opt.hvp_point == "upstream":  # the authors' point asks for x before the product, which the graph must not notice
         opt._undo_ascent(tell_autograd=False)
+    opt._check_untouched("step")
     plan, grads = opt._gather()
+    if curvature is None:
+        curvature = opt._curvature or opt._curvature_at(plan, grads, "step")
+    opt._detach_grads(grads)
+    if opt._parallel:
+        curvature = opt._reduced(curvature)
+        plan, grads = opt._gather()
     if plan is None:
         opt._undo_ascent()
         opt._end_of_step()
         return
-    opt._check_untouched("step")
     plan.bind_grads(grads)
-    if curvature is None:
-        curvature = opt._curvature or opt._curvature_at(plan, grads, "step")
-    opt._detach_grads(grads)
     if scaler is not None:
         scaler.unscale_(opt)  # in place, so the passes see it
         if curvature.products is not None:

@@ -15,7 +15,7 @@ from .reference import compute_dtype, finite_difference
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["FiniteDifferences", "exact_products", "probe_length"]
+__all__ = ["FiniteDifferences", "exact_products", "probe_length", "probe_scale"]
 
 
 # In torch's messages: operations without a formula, flash attention among them; compiled code; cuDNN's RNNs.
@@ -41,6 +41,8 @@ def exact_products(
     n_samples: int,
     seed: int,
     draw: int,
+    elements: int,
+    signed: bool = False,
 ) -> tuple[list[Product | None], float] | None:
     """Products with the exact Hessian, by differentiating the gradients once more.
 
@@ -55,6 +57,8 @@ def exact_products(
         n_samples: Number of probes to average over.
         seed: Key of the probes.
         draw: Number of the first probe.
+        elements: Of all parameters of the model, whether they take part or not: ‖z‖².
+        signed: Whether to sign every product here, and leave none to the update.
 
     Returns:
         One product per parameter, None where it is not due, and the factor that makes it a mean over probes; or None
@@ -65,9 +69,9 @@ def exact_products(
     if not connected:
         return None
     inputs = [params[i] for i in positions]
-    length = 2.0 ** round(math.log2(max(sum(p.numel() for p in inputs), 1)) / 2)
+    length = probe_scale(elements)
     sums: list[Tensor] = []
-    signed = n_samples > 1
+    signed = signed or n_samples > 1
     for sample in range(n_samples):
         drawn = source.rademacher(positions, seed, draw + sample)
         signs = dict(zip(positions, drawn, strict=True))
@@ -118,6 +122,11 @@ def _place(
         else:
             placed[i] = Product(product * signs[i], signed=True)
     return placed
+
+
+def probe_scale(elements: int) -> float:
+    """The power of two nearest to ‖z‖."""
+    return float(2.0 ** round(math.log2(max(elements, 1)) / 2))
 
 
 def probe_length(weight_norm: float, elements: int) -> float:

@@ -11,13 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.algorithms.join import Join, Joinable, _JoinConfig
 
 from . import backends, reference, schedules
 from .accessors import IDLE_REFCOUNT, grad, no_grad, requires_grad, set_grad
-from .checks import check_choice, check_count, check_group, check_number, check_param, check_single_process
+from .checks import check_choice, check_count, check_group, check_number, check_param
 from .closures import Closure, closure_step
 from .contexts import RandomState
-from .hutchinson import FiniteDifferences
+from .hutchinson import FiniteDifferences, probe_scale
+from .passes import Product
 from .plan import Plan
 from .refresh import Curvature
 from .state import check_checkpoint, placed
@@ -32,6 +34,8 @@ _CONFIG = (
     "n_samples",
     "adaptive",
     "grad_reduce",
+    "reduce_grads",
+    "perturb_sync",
     "seed",
     "hvp",
     "hvp_point",
@@ -46,7 +50,7 @@ _CONFIG = (
 )
 
 
-class SASSHA(Updating):
+class SASSHA(Updating, Joinable):
     r"""Sharpness-aware second-order optimization with a stable Hessian approximation (SASSHA, ICML 2025).
 
     A drop-in replacement for the authors' optimizer, and for ``torch.optim.AdamW`` in all that is not specific to
@@ -72,7 +76,7 @@ class SASSHA(Updating):
         perturb_eps: Added to the gradient norm.
         eps: Added to the denominator.
         adaptive: ASAM's scale-invariant ascent.
-        grad_reduce: ``"mean"`` or ``"sum"`` over processes.
+        grad_reduce: ``"mean"`` or ``"sum"`` over processes, of gradients and products.
         seed: Key of the probes.
         hessian_power: Exponent of the curvature: ½ in the paper.
         hvp: How Hessian-vector products are computed: ``"exact"``, by double backward; ``"finite_difference"``, from
@@ -90,6 +94,10 @@ class SASSHA(Updating):
         capturable: Keep step counts and bias corrections on the device and read ``Tensor`` learning rates and radii
             there, so that ordinary steps never wait for the device and can be captured in a CUDA graph. Whether a step
             refreshes is still decided on the host; see :meth:`replayed`.
+        reduce_grads: Whether gradients and products are reduced over processes here: True if the passes are local (as
+            in the authors' loop, under ``no_sync``), False if they are reduced already. None finds out, from an
+            attached ``DistributedDataParallel`` or by comparing gradients in the first step.
+        perturb_sync: Climb along the gradient of all processes; False climbs in each along its own (m-sharpness).
         maximize: Maximize the objective instead.
         foreach: torch's name for ``backend="foreach"``.
         fused: torch's name for the backend with kernels.
@@ -127,6 +135,8 @@ class SASSHA(Updating):
         skip_nonfinite: bool = False,
         stochastic_rounding: bool = False,
         capturable: bool = False,
+        reduce_grads: bool | None = None,
+        perturb_sync: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -151,6 +161,8 @@ class SASSHA(Updating):
         self.n_samples = n_samples
         self.adaptive = bool(adaptive)
         self.grad_reduce = grad_reduce
+        self.reduce_grads = reduce_grads
+        self.perturb_sync = bool(perturb_sync)
         self.seed = seed
         self.hvp = hvp
         self.hvp_point = hvp_point
@@ -187,6 +199,10 @@ class SASSHA(Updating):
         self._curvature: Curvature | None = None
         self._probe: FiniteDifferences | None = None
         self._versions: list[int] = []
+        self._is_reduced = False
+        self._found_local: bool | None = None
+        self._synced_pass = False
+        self._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
         self._weight_norm = 0.0  # ‖x‖ of the ascent's parameters, on refreshes by finite differences
         self._random: RandomState | None = None  # of the step's first pass, for replay_rng
         self._wants_graph = True  # whether the running pass of a closure is the one that is differentiated again
@@ -224,10 +240,14 @@ class SASSHA(Updating):
         """
         if self._ascent is not None:
             raise RuntimeError("SASSHA.perturb_weights: the weights are perturbed already; call unperturb() first")
+        Join.notify_join_context(self)
         self._ascend(self._next_rho(), zero_grad=zero_grad)
 
     def _ascend(self, rho: Sequence[float | Tensor], *, zero_grad: bool) -> None:
         self._curvature = self._time = None
+        self._is_reduced = False
+        if self.perturb_sync and self._parallel and self._grads_are_local(self._parameters()):
+            self._reduce([p for p in self._parameters() if p.requires_grad], None)
         plan, grads = self._gather()
         if plan is None:
             raise RuntimeError("SASSHA.perturb_weights: no parameter has a gradient; run loss.backward() first")
@@ -267,7 +287,7 @@ class SASSHA(Updating):
         try:
             self._check_untouched("unperturb")
             if not upstream:
-                found = self._curvature_on_ascent()
+                found = self._reduced(self._curvature_on_ascent())
                 known = found.products is not None and scaler is not None
                 self._curvature = replace(found, loss_scale=scaler.get_scale() if known else None)  # type: ignore[union-attr]
             if scaler is not None:
@@ -314,7 +334,6 @@ class SASSHA(Updating):
         """
         if self._ascent is not None:
             raise RuntimeError("SASSHA.step: the weights are still perturbed; call unperturb() first")
-        check_single_process()
         if closure is not None:
             if hasattr(self, "found_inf"):
                 raise RuntimeError(
@@ -330,18 +349,30 @@ class SASSHA(Updating):
         plan, grads = self._gather()
         if plan is not None and self._is_priming(grads):
             self._states(plan)
-        elif plan is not None:
-            plan.bind_grads(grads)
-            curvature = self._curvature or self._curvature_at(plan, grads, "step")
-            self._detach_grads(grads)
-            overflow: Tensor | None = getattr(self, "found_inf", None)
-            if overflow is None:
-                self._update(plan, curvature)
-            else:  # called by GradScaler.step
-                left: Tensor | None = getattr(self, "grad_scale", None)
-                self._update(plan, self._unscaled(curvature, left), loss_scale=left, overflow=overflow)
+        else:
+            self._descend(plan, grads)
         self._end_of_step()
         return None
+
+    def _descend(self, plan: Plan | None, grads: list[Tensor]) -> None:
+        """The update from the gradients at hand, reduced over processes if that was not done before."""
+        if plan is not None:
+            plan.bind_grads(grads)
+        curvature = self._curvature or self._curvature_at(plan, grads, "step")
+        self._detach_grads(grads)
+        if self._parallel and not self._is_reduced:
+            curvature = self._reduced(curvature)
+            plan, grads = self._gather()
+            if plan is not None:
+                plan.bind_grads(grads)
+        if plan is None:
+            return
+        overflow: Tensor | None = getattr(self, "found_inf", None)
+        if overflow is None:
+            self._update(plan, curvature)
+        else:  # called by GradScaler.step
+            left: Tensor | None = getattr(self, "grad_scale", None)
+            self._update(plan, self._unscaled(curvature, left), loss_scale=left, overflow=overflow)
 
     def _unscaled(self, curvature: Curvature, left: Tensor | None) -> Curvature:
         """Takes the loss scale out of the products; ``left`` is what GradScaler left in the gradients."""
@@ -355,9 +386,33 @@ class SASSHA(Updating):
             curvature = curvature.unscaled(known)
         return curvature
 
+    @no_grad
+    def _shadow_step(self) -> None:
+        """A step from the gradients of other processes alone; see :meth:`join_hook`."""
+        params = [p for p in self._parameters() if p.requires_grad]
+        self._set_grads({})
+        self._next_rho()
+        if self.perturb_sync:
+            self._reduce(params, None)
+            self._set_grads({})
+        products: dict[int, Tensor] | None = {} if self._clock() % self.lazy_hessian == 0 else None
+        self._reduce(params, products)
+        plan, grads = self._gather()
+        if plan is not None:
+            plan.bind_grads(grads)
+            found = None if products is None else {key: Product(h, signed=True) for key, h in products.items()}
+            self._update(plan, Curvature(found, self._product_scale()))
+        self._set_grads({})
+        self._end_of_step()
+
+    def _product_scale(self) -> float:
+        """The factor of products that other processes computed."""
+        elements = sum(p.numel() for p in self._flat)
+        return probe_scale(elements) / self.n_samples if self.hvp == "exact" else 1.0
+
     def _end_of_step(self) -> None:
         self._curvature = self._time = self._random = self._probe = None
-        self._ascended = False
+        self._ascended = self._is_reduced = False
 
     def _is_priming(self, grads: list[Tensor]) -> bool:
         """Whether this is torch.distributed.checkpoint creating state: lr 0, no ascent, no graph, no state yet."""

@@ -127,13 +127,13 @@ class Plan:
         return math.sqrt(sum(passes.weight_square_sum() for passes, _ in self.parts))
 
     def exact_products(
-        self, grads: Sequence[Tensor], due: Sequence[bool], *, n_samples: int, seed: int, draw: int
+        self, grads: Sequence[Tensor], due: Sequence[bool], **options: Any
     ) -> tuple[list[Product | None], float] | None:
         """Hessian-vector products of the parameters that are due with their factor, or None without a graph.
 
         All devices are differentiated in one call, as their graph is one.
         """
-        return exact_products(self, self.params, grads, due, n_samples=n_samples, seed=seed, draw=draw)
+        return exact_products(self, self.params, grads, due, **options)
 
     def rademacher(self, positions: Sequence[int], seed: int, draw: int) -> list[Tensor]:
         """Signs z for the parameters at ``positions``."""

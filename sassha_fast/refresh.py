@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from .accessors import grad, no_grad, set_grad, version, weights_moved
-from .contexts import CreateGraph, ModelContexts
+from .contexts import CreateGraph
+from .distributed import Reducing
 from .hutchinson import FiniteDifferences, probe_length
 from .passes import Product
 from .plan import Plan
@@ -41,7 +42,13 @@ class Curvature:
         return replace(self, scale=self.scale / loss_scale, loss_scale=None)
 
 
-class Refreshing(ModelContexts):
+def _own(gradient: Tensor) -> Tensor:
+    """A gradient that the next backward pass can't overwrite: views of DDP's buckets are copied."""
+    alone = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    return gradient.detach() if alone else gradient.detach().clone()
+
+
+class Refreshing(Reducing):
     """An optimizer with plans, a refresh clock and products. :class:`sassha_fast.SASSHA` adds the steps."""
 
     lazy_hessian: int
@@ -56,6 +63,7 @@ class Refreshing(ModelContexts):
     _time: int | None  # the clock, from perturb_weights to the end of the step
     _wants_graph: bool  # whether the running pass of a closure is the one that is differentiated again
     _probe: FiniteDifferences | None
+    _is_reduced: bool  # whether the gradients of the coming update come from all processes
     _versions: list[int]  # of the perturbed weights when they were moved last
     _weight_norm: float  # ‖x‖ of the ascent's parameters, on refreshes by finite differences
 
@@ -106,7 +114,7 @@ class Refreshing(ModelContexts):
         """Whether the coming step refreshes the curvature. With exact products its second pass needs a graph.
 
         True every ``lazy_hessian`` steps until a refresh has succeeded, and, once ``perturb_weights`` has shown which
-        parameters take part, also if one of them has no curvature yet.
+        parameters take part, also if one of them has no curvature yet (in one process; several keep to the schedule).
         """
         if self._clock() % self.lazy_hessian == 0:
             return True
@@ -136,7 +144,7 @@ class Refreshing(ModelContexts):
 
     def _without_curvature(self, plan: Plan) -> list[bool]:
         """Which parameters have no curvature."""
-        if plan.has_curvature:
+        if plan.has_curvature or self._parallel:  # processes must agree on refreshes, so latecomers wait for the next
             return [False] * len(plan.params)
         missing = [not entry or not entry.get(BIAS2) for entry in map(self.state.get, plan.params)]
         plan.has_curvature = not any(missing)
@@ -158,7 +166,15 @@ class Refreshing(ModelContexts):
         due = [True] * len(grads) if scheduled else self._without_curvature(plan)
         if not any(due):
             return Curvature(None)
-        found = plan.exact_products(grads, due, n_samples=self.n_samples, seed=self.seed, draw=clock * self.n_samples)
+        found = plan.exact_products(
+            grads,
+            due,
+            n_samples=self.n_samples,
+            seed=self.seed,
+            draw=clock * self.n_samples,
+            elements=sum(p.numel() for p in self._flat),
+            signed=self._parallel,
+        )
         if found is not None:
             products, scale = found
             pairs = zip(plan.params, products, strict=True)
@@ -215,7 +231,7 @@ class Refreshing(ModelContexts):
         plan, grads = self._gather()
         if plan is None:
             return {}
-        taken = {id(p): g.detach() for p, g in zip(plan.params, grads, strict=True)}
+        taken = {id(p): _own(g) for p, g in zip(plan.params, grads, strict=True)}
         any(map(set_grad, self._flat, repeat(None)))
         return taken
 
@@ -273,7 +289,25 @@ class Refreshing(ModelContexts):
         last = self._take_grads()
         self._set_grads(probe.second_pass)
         probe.collect(last)
-        return Curvature(self._due_only(probe.products(fused=fused)), probe.scale)
+        products = self._due_only(probe.products(fused=fused and not self._parallel))
+        if self._parallel:  # h depends on the parameters that took part, which may differ between processes
+            products = {key: replace(p, value=p.value * probe.scale) for key, p in products.items()}
+            return Curvature(products)
+        return Curvature(products, probe.scale)
+
+    # ---- several processes --------------------------------------------------------------------------------------
+
+    def _reduced(self, curvature: Curvature) -> Curvature:
+        """Gradients and products of all processes together, where they are local."""
+        self._is_reduced = True
+        if not self._parallel or not self._grads_are_local(self._parameters()):
+            return curvature
+        refresh = self._clock() % self.lazy_hessian == 0
+        products = {key: product.value for key, product in (curvature.products or {}).items()} if refresh else None
+        self._reduce([p for p in self._parameters() if p.requires_grad], products)
+        if products is None:
+            return Curvature(None)
+        return replace(curvature, products={key: Product(value, signed=True) for key, value in products.items()})
 
     def _due_only(self, products: dict[int, Product]) -> dict[int, Product]:
         if self._clock() % self.lazy_hessian == 0 or self._ascent is None:

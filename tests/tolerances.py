@@ -57,6 +57,12 @@ EAGER_RTOL = 1e-6
 # norm: where curvature nearly cancels, single elements move by more.
 ACCUMULATION_RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
 
+# ---- processes ----------------------------------------------------------------------------------------------------
+
+# One process on the joined batch adds the rows in another order than several do; like micro-batches. Products by finite
+# differences divide that by h.
+PROCESSES_RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
+
 # ---- exact products -----------------------------------------------------------------------------------------------
 
 # torch.func differentiates other formulas (composite functions instead of fused backward kernels) in float64; second

@@ -1,0 +1,198 @@
+"""Several processes: gradients and products are reduced together, once, and nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from .contexts import ModelContexts
+
+__all__ = ["Reducing", "all_reduce_together", "is_parallel"]
+
+BUCKET_BYTES = 25 << 20  # as DDP's: large enough to be bound by bandwidth, small enough to overlap with copying
+
+
+def is_parallel(group: Any = None) -> bool:
+    """Whether this process is one of several."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors in parts of one dtype and device that fit a bucket. Every process cuts them alike."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    done = []
+    for t in tensors:
+        key, size = (t.dtype, t.device), t.numel() * t.element_size()
+        if key in open_buckets and filled[key] + size > BUCKET_BYTES:
+            done.append(open_buckets.pop(key))
+        if key not in open_buckets:
+            open_buckets[key], filled[key] = [], 0
+        open_buckets[key].append(t)
+        filled[key] += size
+    return [*done, *open_buckets.values()]
+
+
+@torch.no_grad()
+def all_reduce_together(tensors: Sequence[Tensor], group: Any = None, *, mean: bool = True) -> None:
+    """Sums, or averages, every tensor over the processes, in place and in few collectives.
+
+    The copy of a bucket into its message overlaps with the transfer of the one before.
+    """
+    in_flight = []
+    for bucket in _buckets(tensors):
+        flat = torch.cat([t.reshape(-1) for t in bucket])
+        in_flight.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    size = dist.get_world_size(group)
+    for bucket, flat, work in in_flight:
+        work.wait()
+        if mean:
+            flat.div_(size)
+        parts = torch.split(flat, [t.numel() for t in bucket])
+        torch._foreach_copy_(bucket, [part.view(t.shape) for part, t in zip(parts, bucket, strict=True)])
+
+
+class Reducing(ModelContexts):
+    """What an optimizer knows of other processes."""
+
+    grad_reduce: str
+    perturb_sync: bool
+    reduce_grads: bool | None
+    _found_local: bool | None  # whether gradients turned out to be local, where nobody said so
+    _synced_pass: bool  # whether DDP reduced the gradients of its last pass
+
+    def attach(self, model: nn.Module) -> None:
+        """Names the model that closures run.
+
+        BatchNorm statistics then move once per step. With ``DistributedDataParallel``, closures run without its
+        reduction and the optimizer reduces gradients and products itself; in hand-written loops it sees which passes
+        were reduced. Not part of checkpoints and copies; call it again on a new optimizer.
+        """
+        super().attach(model)
+        if isinstance(model, DistributedDataParallel):
+            model.register_forward_pre_hook(self._note_pass)
+
+    def _note_pass(self, model: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self._synced_pass = bool(model.require_backward_grad_sync)
+
+    @property
+    def _group(self) -> Any:
+        """The processes that train one model."""
+        return self._model.process_group if isinstance(self._model, DistributedDataParallel) else None
+
+    @property
+    def _parallel(self) -> bool:
+        """Whether gradients are, or may have to be, reduced over processes."""
+        return self.reduce_grads is not False and is_parallel(self._group)
+
+    def _unsynced(self) -> AbstractContextManager[Any]:
+        """For the passes of a closure: DDP leaves gradients alone."""
+        if not self._parallel:
+            return nullcontext()
+        if isinstance(self._model, DistributedDataParallel):
+            return self._model.no_sync()
+        if self.reduce_grads is None:
+            raise RuntimeError(
+                f"SASSHA.step: this process is one of {dist.get_world_size()}, and it is not known whether the closure "
+                "reduces gradients; call opt.attach(ddp_model), or construct SASSHA with reduce_grads=True (its passes "
+                "are local) or False (they are reduced, or processes train on their own)"
+            )
+        return nullcontext()
+
+    def _grads_are_local(self, params: Sequence[Tensor]) -> bool:
+        """Whether the gradients at hand are this process's own, and so have to be reduced."""
+        if self.reduce_grads is not None:
+            return self.reduce_grads
+        if isinstance(self._model, DistributedDataParallel):
+            return not self._synced_pass
+        if self._found_local is None:
+            self._found_local = self._find_out(params)
+        return self._found_local
+
+    def _find_out(self, params: Sequence[Tensor]) -> bool:
+        """Compares the norms of gradients over processes: those that DDP has reduced are equal to the last bit."""
+        squares = [p.grad.detach().double().square().sum() for p in params if p.grad is not None]
+        norm = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=params[0].device)
+        bounds = torch.stack((norm, -norm))
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group)
+        if bounds[0] != -bounds[1]:
+            return True
+        if self.grad_reduce == "sum":
+            raise RuntimeError(
+                "SASSHA: gradients are equal in all processes: DDP has reduced them, or all see the same batch, and "
+                "with grad_reduce='sum' that makes a difference. Construct SASSHA with reduce_grads=True or False"
+            )
+        return False  # and if all saw the same batch, the mean would not change it
+
+    def _union(self, present: Sequence[bool], device: torch.device) -> list[bool]:
+        """Which parameters have gradients in any process."""
+        bitmap = torch.tensor(present, dtype=torch.uint8, device=device)
+        dist.all_reduce(bitmap, op=dist.ReduceOp.MAX, group=self._group)
+        return [bool(b) for b in bitmap.tolist()]
+
+    @torch.no_grad()
+    def _reduce(self, params: Sequence[Tensor], products: dict[int, Tensor] | None) -> list[Tensor]:
+        """Reduces gradients, and products on a refresh, of all parameters that have some in any process.
+
+        Args:
+            params: All parameters, in the same order everywhere.
+            products: By id of the parameter; filled up with zeros and replaced by their mean or sum.
+
+        Returns:
+            The parameters that have a gradient now.
+        """
+        there = self._union([p.grad is not None for p in params], params[0].device)
+        chosen = [p for p, present in zip(params, there, strict=True) if present]
+        for p in chosen:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            if products is not None and id(p) not in products:
+                products[id(p)] = torch.zeros_like(p)
+        tensors = [p.grad.detach() for p in chosen]  # type: ignore[union-attr]
+        if products is not None:
+            tensors += [products[id(p)] for p in chosen]
+        all_reduce_together(tensors, self._group, mean=self.grad_reduce == "mean")
+        return chosen
+
+    # ---- uneven inputs ------------------------------------------------------------------------------------------
+
+    def _shadow_step(self) -> None:
+        """What a process without data does while others take a step."""
+        raise NotImplementedError
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """See ``torch.distributed.algorithms.Join``: a process out of data takes the steps of the others."""
+        if self.reduce_grads is None and not isinstance(self._model, DistributedDataParallel):
+            raise RuntimeError(
+                "SASSHA.join_hook: it is not known who reduces gradients; call opt.attach(ddp_model) or construct "
+                "SASSHA with reduce_grads=True"
+            )
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See ``torch.distributed.algorithms.Joinable``."""
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """See ``torch.distributed.algorithms.Joinable``."""
+        return self._group if self._group is not None else dist.group.WORLD
+
+
+class _Shadow(JoinHook):
+    def __init__(self, opt: Reducing) -> None:
+        self.opt = opt
+
+    def main_hook(self) -> None:
+        """One step of the others."""
+        self.opt._shadow_step()

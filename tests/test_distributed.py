@@ -1,0 +1,175 @@
+"""Several processes on gloo: equal replicas, equal to one process, and no byte too many."""
+
+import processes
+import pytest
+import torch
+from tolerances import PROCESSES_RTOL
+from training import assert_same_bits, assert_same_state, make_net
+
+from sassha_fast import SASSHA
+from sassha_fast.distributed import is_parallel
+
+LONG = ("drift",)
+IN_THREE = [
+    "closure",
+    "closure_sync",
+    "closure_sync_fd",
+    "local",
+    "synced_fd",
+    "half_fd",
+    "closure_fd",
+    "different",
+    "uneven",
+]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    names = [name for name in processes.SCENARIOS if name not in LONG]
+    return processes.run(2, names, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    return processes.run(3, IN_THREE, tmp_path_factory.mktemp("three"))
+
+
+@pytest.fixture(params=[2, 3])
+def several(request):
+    return request.getfixturevalue({2: "two", 3: "three"}[request.param])
+
+
+def alone(steps=30, dtype=torch.float64, factor=1.0, **options):
+    """One process on the joined batch."""
+    net = make_net(dtype)
+    opt = SASSHA(net.parameters(), **{**processes.OPTIONS, **options})
+    loss = processes.part_loss(net, dtype, 0, 1)
+    for _ in range(steps):
+        opt.step(processes.closure_of(opt, lambda: loss() * factor))
+    return processes.results(net, opt)
+
+
+def assert_close(found, expected, dtype=torch.float64):
+    for a, b in zip(found["params"], expected["params"], strict=True):
+        assert (a - b).norm() <= PROCESSES_RTOL[dtype] * b.norm()
+
+
+def assert_same_run(found, expected):
+    assert_same_bits(found["params"], expected["params"])
+    assert_same_state(found["state"], expected["state"])
+
+
+def test_replicas_are_equal_to_the_last_bit(several):
+    for ranks in several.values():
+        if "params" in ranks[0]:
+            for other in ranks[1:]:
+                assert_same_bits(other["params"], ranks[0]["params"])
+            if "state" in ranks[0]:
+                assert_same_state(ranks[1]["state"], ranks[0]["state"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("closure_sync", {}),
+        ("closure_sync_fd", {"hvp": "finite_difference"}),
+        ("synced_fd", {"hvp": "finite_difference"}),
+    ],
+)
+def test_global_ascent_equals_one_process_on_the_joined_batch(several, name, options):
+    found = several[name][0]
+    assert found["refreshes"] == 3
+    assert_close(found, alone(**options))
+
+
+def test_one_step_in_float32_equals_one_process(two):
+    assert_close(two["one_step_sync"][0], alone(1, torch.float32), torch.float32)
+
+
+def test_sums_are_the_joined_loss_times_the_processes(two):
+    assert_close(two["closure_sum"][0], alone(3, factor=2.0))
+
+
+def test_the_authors_loop_equals_the_closure(several):
+    assert_same_run(several["local"][0], several["closure"][0])
+    assert any((a != b).any() for a, b in zip(several["local"][0]["params"], alone()["params"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("local_found_out", "local"),
+        ("local_told", "local"),
+        ("bucket_view", "local"),
+        ("local_sync", "closure_sync"),
+        ("synced_fd_found_out", "synced_fd"),
+        ("synced_bucket_view_fd", "synced_fd"),
+    ],
+)
+def test_who_reduces_does_not_matter_nor_who_says_so(two, name, same):
+    assert_same_run(two[name][0], two[same][0])
+
+
+def test_a_second_pass_reduced_by_ddp_is_not_reduced_again(several):
+    """Local ascent, global descent, of which DDP or we do the reduction."""
+    assert_close(several["half_fd"][0], several["closure_fd"][0])
+
+
+@pytest.mark.parametrize("name", ["different", "different_fd"])
+def test_processes_that_use_other_parameters_agree(two, name):
+    found = two[name][0]
+    start = [p.detach() for p in processes.TwoHeads().double().parameters()]
+    moved = [bool((a != b).any()) for a, b in zip(found["params"], start, strict=True)]
+    assert moved == [True] * 6 + [False] * 2
+    assert [entry.get("step") for entry in found["state"]] == [8, 8, 8, 8, 7, 7, None, None]
+
+
+@pytest.mark.parametrize("name", ["uneven", "uneven_sync"])
+def test_a_process_without_data_takes_the_steps_of_the_others(two, name):
+    for rank in two[name]:
+        assert {entry["step"] for entry in rank["state"]} == {4}
+
+
+@pytest.mark.parametrize("name", ["broken_closure", "broken_local"])
+def test_a_process_whose_gradient_is_not_a_number_makes_all_skip_the_step(two, name):
+    for rank in two[name]:
+        assert rank["skipped"] == 1
+        assert {entry["step"] for entry in rank["state"]} == {5}
+        assert all(torch.isfinite(p).all() for p in rank["params"])
+
+
+def test_overflow_in_one_process_lowers_the_scale_of_all(two):
+    assert [rank["scale"] for rank in two["scaled"]] == [1024.0, 1024.0]
+    assert [rank["scale"] for rank in two["scaled_overflow"]] == [512.0, 512.0]
+    assert [rank["skipped"] for rank in two["scaled_overflow"]] == [1, 1]
+
+
+def test_bytes_sent_are_those_of_ddp_and_nothing_for_the_hessian_between_refreshes(two):
+    """A bitmap and the gradients, once with local ascent and twice with global; products beside them on a refresh."""
+    local, synced = two["traffic"][0], two["traffic_sync"][0]
+    bitmap, grads = local["n"], local["bytes"]
+    assert local["traffic"] == [[bitmap, 2 * grads], [bitmap, grads], [bitmap, grads]]
+    assert synced["traffic"] == [
+        [bitmap, grads, bitmap, 2 * grads],
+        [bitmap, grads, bitmap, grads],
+        [bitmap, grads, bitmap, grads],
+    ]
+
+
+def test_what_is_ambiguous_is_refused_and_leaves_the_weights(two):
+    closure, summed, join = two["ambiguous"][0]["messages"]
+    assert "one of 2" in closure
+    assert "call opt.attach(ddp_model)" in closure
+    assert "gradients are equal in all processes" in summed
+    assert "it is not known who reduces gradients" in join
+    assert_same_bits(two["ambiguous"][0]["params"], [p.detach() for p in make_net().parameters()])
+
+
+def test_one_process_is_not_parallel():
+    assert not is_parallel()
+
+
+@pytest.mark.slow
+def test_replicas_do_not_drift_over_a_thousand_steps(tmp_path):
+    first, second = processes.run(2, ["drift"], tmp_path)["drift"]
+    assert_same_run(first, second)
