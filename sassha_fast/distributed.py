@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from .contexts import ModelContexts
+from .sharding import is_sharded
 
 __all__ = ["Reducing", "all_reduce_together", "is_parallel"]
 
@@ -90,8 +92,18 @@ class Reducing(ModelContexts):
 
     @property
     def _parallel(self) -> bool:
-        """Whether gradients are, or may have to be, reduced over processes."""
-        return self.reduce_grads is not False and is_parallel(self._group)
+        """Whether gradients are, or may have to be, reduced over processes. Those of shards are reduced already."""
+        if self.reduce_grads is False or not is_parallel(self._group):
+            return False
+        return not any(is_sharded(p) for group in self.param_groups for p in group["params"][:1])
+
+    def _reshard(self) -> None:
+        """Lets FSDP2 modules that were left unsharded forget their copies of weights that have moved since."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and self._model is not None:
+            for module in self._model.modules():
+                if isinstance(module, fsdp.FSDPModule):
+                    module.reshard()
 
     def _unsynced(self) -> AbstractContextManager[Any]:
         """For the passes of a closure: DDP leaves gradients alone."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .passes import Product
 from .reference import compute_dtype, finite_difference
+from .sharding import local
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -138,6 +139,10 @@ def probe_length(weight_norm: float, elements: int) -> float:
     return torch.tensor(h, dtype=torch.float64).to(torch.float32).item() or 1e-2
 
 
+def _locals(grads: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {key: local(g) for key, g in grads.items()}
+
+
 class FiniteDifferences:
     """Products from gradients at probed weights, one backward pass each: (∇f(x+ε+hz) − ∇f(x+ε)) / h.
 
@@ -162,7 +167,7 @@ class FiniteDifferences:
             seed: Key of the probes.
             draw: Number of the first probe.
         """
-        self.ascent, self.grads, self.h = ascent, dict(grads), h
+        self.ascent, self.grads, self.h = ascent, _locals(grads), h
         self.second_pass = grads
         self.n_samples, self.central, self.seed, self.draw = n_samples, central, seed, draw
         self.offsets = [(i, sign) for i in range(n_samples) for sign in ((1.0, -1.0) if central else (1.0,))]
@@ -187,7 +192,7 @@ class FiniteDifferences:
             raise RuntimeError("SASSHA: no parameter has a gradient at the probe; run backward() after probe_weights()")
         for missing in self.grads.keys() - grads.keys():
             self.grads.pop(missing)
-        self.gradients.append(grads)
+        self.gradients.append(_locals(grads))
         sample, sign = self.offsets[self.done - 1]
         if self.n_samples == 1 or (self.central and sign > 0):
             return

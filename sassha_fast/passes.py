@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import reference
 from .scalars import StepScalars
+from .sharding import Shard
 
 __all__ = ["Members", "Passes", "Product", "check_grads"]
 
@@ -28,6 +29,7 @@ class Members:
         groups: Parameter group of each.
         n_groups: Number of parameter groups of the optimizer.
         names: What to call each in an error.
+        shards: Where each lies in its parameter, None if it is the whole of it; empty if all are.
     """
 
     weights: list[Tensor]
@@ -35,6 +37,16 @@ class Members:
     groups: list[int]
     n_groups: int
     names: list[str]
+    shards: Sequence[Shard | None] = ()
+
+    def shard(self, i: int) -> Shard | None:
+        """Where member ``i`` lies in its parameter."""
+        return self.shards[i] if self.shards else None
+
+    def numbers(self, i: int) -> Tensor | None:
+        """Global numbers of the elements of member ``i``, if it is a shard."""
+        shard, weight = self.shard(i), self.weights[i]
+        return None if shard is None else shard.numbers(tuple(weight.shape), weight.device)
 
     def take(self, positions: Sequence[int]) -> Members:
         """The members at ``positions``."""
@@ -44,6 +56,7 @@ class Members:
             [self.groups[i] for i in positions],
             self.n_groups,
             [self.names[i] for i in positions],
+            [self.shards[i] for i in positions] if self.shards else (),
         )
 
 
@@ -150,13 +163,13 @@ class Passes:
 
     def rademacher(self, positions: Sequence[int], seed: int, draw: int) -> list[Tensor]:
         """Signs z for the members at ``positions``."""
-        weights, indices = self.members.weights, self.members.indices
-        return [reference.rademacher(weights[i], indices[i], seed, draw) for i in positions]
+        weights, indices, numbers = self.members.weights, self.members.indices, self.members.numbers
+        return [reference.rademacher(weights[i], indices[i], seed, draw, numbers=numbers(i)) for i in positions]
 
     def probe(self, h: float, seed: int, draw: int) -> None:
         """Adds h·z to every parameter."""
-        for weight, index in zip(self.members.weights, self.members.indices, strict=True):
-            weight.copy_(reference.probe(weight, h, index, seed, draw))
+        for i, (weight, index) in enumerate(zip(self.members.weights, self.members.indices, strict=True)):
+            weight.copy_(reference.probe(weight, h, index, seed, draw, self.members.numbers(i)))
 
     def weight_square_sum(self) -> float:
         """Σ x² over all members, in double."""
@@ -164,8 +177,7 @@ class Passes:
 
     def signs_in_registers(self, position: int) -> bool:
         """Whether :meth:`step` can apply z itself to this member's product."""
-        del position
-        return True
+        return self.members.shard(position) is None
 
     def step(
         self,

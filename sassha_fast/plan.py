@@ -13,6 +13,7 @@ from operator import is_, itemgetter
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import backends
@@ -21,6 +22,7 @@ from .capturable import DeviceScalars
 from .hutchinson import exact_products
 from .passes import Members, Passes, Product
 from .scalars import StepScalars
+from .sharding import group_of, is_sharded, local, shard_of
 from .state import EXP_AVG, HESSIAN
 
 __all__ = ["Plan"]
@@ -48,16 +50,24 @@ class Plan:
         # Parameters come group by group: the slice that each group takes of every list.
         starts = [bisect_left(groups, g) for g in range(n_groups + 1)]
         self.spans = {g: slice(starts[g], starts[g + 1]) for g in range(n_groups) if starts[g] < starts[g + 1]}
-        self.addresses = list(map(address, params))
-        members = Members([p.data for p in params], indices, groups, n_groups, names)
-        by_device: dict[torch.device, list[int]] = {}
-        for i, p in enumerate(params):
-            by_device.setdefault(p.device, []).append(i)
+        self.sharded = any(map(is_sharded, params))
+        self.process_group = group_of(params)  # that shares the shards, if there are any
+        self.addresses = self._addresses(params)
+        shards = list(map(shard_of, params)) if self.sharded else ()
+        weights = [local(p.data) for p in params]
+        members = Members(weights, indices, groups, n_groups, names, shards)
+        # One part for each device, and among shards for each number of processes that hold the same elements.
+        kinds: dict[tuple[torch.device, int], list[int]] = {}
+        everyone = dist.get_world_size(self.process_group) if self.sharded else 1
+        for i, weight in enumerate(weights):
+            shard = members.shard(i)
+            kinds.setdefault((weight.device, everyone if shard is None else shard.replicas), []).append(i)
+        self.replicas = [replicas for _, replicas in kinds]
         self.parts: list[tuple[Passes, list[int]]] = [
-            (backends.choose(backend, device)(members.take(positions) if len(by_device) > 1 else members), positions)
-            for device, positions in by_device.items()
+            (backends.choose(backend, device)(members.take(positions) if len(kinds) > 1 else members), positions)
+            for (device, _), positions in kinds.items()
         ]
-        self.draws = [torch.zeros(1, dtype=torch.int64, device=device) for device in by_device]
+        self.draws = [torch.zeros(1, dtype=torch.int64, device=device) for device, _ in kinds]
         self.places = {i: (passes, j) for passes, positions in self.parts for j, i in enumerate(positions)}
         self.has_curvature = False  # every parameter has some; once true, it stays true
         self.states: list[dict[str, Any]] = []
@@ -65,7 +75,20 @@ class Plan:
 
     def is_current(self) -> bool:
         """Whether the parameters still lie where they lay: ``p.data = ...`` and ``model.to()`` move them."""
-        return list(map(address, self.params)) == self.addresses
+        return self._addresses(self.params) == self.addresses
+
+    def _addresses(self, tensors: list[Tensor]) -> list[int]:
+        return list(map(address, map(local, tensors) if self.sharded else tensors))
+
+    def _split_tensors(self, tensors: list[Tensor], positions: list[int]) -> list[Tensor]:
+        """The local parts of the tensors at ``positions``."""
+        return self._split(list(map(local, tensors)) if self.sharded else tensors, positions)
+
+    def _over_shards(self, value: Tensor) -> Tensor:
+        """The sum over the processes that share the shards."""
+        if self.sharded:
+            dist.all_reduce(value, group=self.process_group)
+        return value
 
     def _split(self, values: Sequence[T], positions: list[int]) -> list[T]:
         if len(self.parts) == 1:
@@ -75,25 +98,25 @@ class Plan:
     def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
         """Hands the gradients to the passes, which check them; ``overwrite`` says that an ascent follows."""
         for passes, positions in self.parts:
-            passes.bind_grads(self._split(grads, positions), overwrite=overwrite)
+            passes.bind_grads(self._split_tensors(grads, positions), overwrite=overwrite)
 
     def bind_state(self, states: list[dict[str, Any]]) -> None:
         """Hands m and D to the passes, unless they have them already."""
         tensors = [list(map(itemgetter(key), states)) for key in (EXP_AVG, HESSIAN)]
-        addresses = [list(map(address, column)) for column in tensors]
+        addresses = [self._addresses(column) for column in tensors]
         if len(self.states) == len(states) and all(map(is_, states, self.states)) and addresses == self.state_addresses:
             return
         for passes, positions in self.parts:
-            passes.bind_state(*(self._split(column, positions) for column in tensors))
+            passes.bind_state(*(self._split_tensors(column, positions) for column in tensors))
         self.states, self.state_addresses = states, addresses
 
     def square_sums(self, *, adaptive: bool) -> Tensor:
         """Squared gradient norm per group, on the first parameter's device."""
         sums = [passes.square_sums(adaptive=adaptive) for passes, _ in self.parts]
-        total = sums[0]
-        for other in sums[1:]:
-            total = total + other.to(total.device)
-        return total
+        total = sums[0] / self.replicas[0] if self.sharded else sums[0]
+        for other, replicas in zip(sums[1:], self.replicas[1:], strict=True):
+            total = total + other.to(total.device) / replicas
+        return self._over_shards(total)
 
     def perturb(self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int) -> None:
         """Moves every parameter to x + ε."""
@@ -115,7 +138,7 @@ class Plan:
             return
         for passes, positions in self.parts:
             for i, backup in zip(positions, passes.drop_backups(), strict=True):
-                self.params[i].data.copy_(backup)
+                local(self.params[i].data).copy_(backup)
 
     def probe(self, h: float, seed: int, draw: int) -> None:
         """Adds h·z to every parameter."""
@@ -124,7 +147,11 @@ class Plan:
 
     def weight_norm(self) -> float:
         """‖x‖ over all parameters."""
-        return math.sqrt(sum(passes.weight_square_sum() for passes, _ in self.parts))
+        parts = zip(self.parts, self.replicas, strict=True)
+        total = sum(passes.weight_square_sum() / replicas for (passes, _), replicas in parts)
+        if self.sharded:
+            total = float(self._over_shards(torch.tensor(total, dtype=torch.float64, device=self.draws[0].device)))
+        return math.sqrt(total)
 
     def exact_products(
         self, grads: Sequence[Tensor], due: Sequence[bool], **options: Any
@@ -172,10 +199,10 @@ class Plan:
             tallies.append(passes.step(scalars, theirs, mine, seed, draw, restore=restore, noise_draw=noise))
         if products is None:
             return None
-        if len(tallies) == 1:
+        if len(tallies) == 1 and not self.sharded:
             return tallies[0]
-        combined = torch.empty(len(self.params), 3, dtype=torch.float64)
-        for (_, positions), tally in zip(self.parts, tallies, strict=True):
+        combined = torch.empty(len(self.params), 3, dtype=torch.float64, device=self.draws[0].device)
+        for (_, positions), tally, replicas in zip(self.parts, tallies, self.replicas, strict=True):
             assert tally is not None
-            combined[positions] = tally.cpu()
-        return combined
+            combined[positions] = tally.to(combined.device) / replicas
+        return self._over_shards(combined)

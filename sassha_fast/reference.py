@@ -70,12 +70,18 @@ def philox(blocks: Tensor, index: int, draw: int | Tensor, seed: int, domain: in
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def rademacher(like: Tensor, index: int, seed: int, draw: int, first: int = 0) -> Tensor:
+def rademacher(like: Tensor, index: int, seed: int, draw: int, first: int = 0, numbers: Tensor | None = None) -> Tensor:
     """Signs z ∈ {−1, +1} in the shape and dtype of ``like``, numbered by logical element.
 
-    One Philox call gives 128 of them. ``first`` is the global number of the first element, for a part of a tensor.
+    One Philox call gives 128 of them. For a part of a tensor, ``first`` is the global number of its first element, or
+    ``numbers`` those of all.
     """
     n = like.numel()
+    if numbers is not None and n > 0:
+        first, last = int(numbers.min()), int(numbers.max())
+        words = philox(torch.arange(first // 128, last // 128 + 1, device=like.device), index, draw, seed).reshape(-1)
+        offsets = numbers - first // 128 * 128
+        return (1 - 2 * ((words[offsets // 32] >> (offsets % 32)) & 1)).to(like.dtype)
     begin, end = first // 128, -(-(first + n) // 128)
     words = philox(torch.arange(begin, max(end, begin), device=like.device), index, draw, seed)
     bits = (words.unsqueeze(-1) >> torch.arange(32, device=like.device)) & 1
@@ -193,10 +199,11 @@ def root(value: Tensor) -> Tensor:
 # ---- step -------------------------------------------------------------------------------------------------------
 
 
-def probe(param: Tensor, h: float, index: int, seed: int, draw: int) -> Tensor:
-    """x + h z, rounded to the parameter's dtype."""
+def probe(param: Tensor, h: float, index: int, seed: int, draw: int, numbers: Tensor | None = None) -> Tensor:
+    """x + h z, rounded to the parameter's dtype. ``numbers`` as for :func:`rademacher`."""
     x = param.to(compute_dtype(param.dtype))
-    return (x + torch.tensor(h, dtype=x.dtype, device=x.device) * rademacher(x, index, seed, draw)).to(param.dtype)
+    z = rademacher(x, index, seed, draw, numbers=numbers)
+    return (x + torch.tensor(h, dtype=x.dtype, device=x.device) * z).to(param.dtype)
 
 
 def finite_difference(probed: Tensor, grad: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from .distributed import Reducing
 from .hutchinson import FiniteDifferences, probe_length
 from .passes import Product
 from .plan import Plan
+from .sharding import local
 from .state import BIAS2, HESSIAN_STEP, UPSTREAM_CLOCK, adopt_clock
 from .stats import Stats
 
@@ -44,7 +45,8 @@ class Curvature:
 
 def _own(gradient: Tensor) -> Tensor:
     """A gradient that the next backward pass can't overwrite: views of DDP's buckets are copied."""
-    alone = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    here = local(gradient)
+    alone = here.untyped_storage().nbytes() == here.numel() * here.element_size()
     return gradient.detach() if alone else gradient.detach().clone()
 
 
@@ -179,6 +181,11 @@ class Refreshing(Reducing):
             products, scale = found
             pairs = zip(plan.params, products, strict=True)
             return Curvature({id(p): product for p, product in pairs if product is not None}, scale)
+        if scheduled and plan.sharded:
+            raise RuntimeError(
+                f"SASSHA.{caller}: gradients of sharded parameters (FSDP2) have no graph, which exact products need; "
+                "construct SASSHA with hvp='finite_difference'"
+            )
         if scheduled:
             raise RuntimeError(
                 f"SASSHA.{caller}: this step refreshes the curvature, but no gradient has a graph to differentiate. "
@@ -243,6 +250,8 @@ class Refreshing(Reducing):
     def _moved(self, ascent: Plan) -> None:
         """Tells autograd and autocast that the perturbed weights moved, and remembers that it was us."""
         weights_moved(ascent.params)
+        if ascent.sharded:
+            self._reshard()
         self._versions = list(map(version, ascent.params))
 
     def _check_untouched(self, caller: str) -> None:
@@ -268,6 +277,8 @@ class Refreshing(Reducing):
             ascent.restore()
             if tell_autograd:
                 weights_moved(ascent.params)
+            if ascent.sharded:
+                self._reshard()
 
     def _probed_curvature(self, *, fused: bool) -> Curvature:
         """The products of the probes that were taken; gives ∇f(x+ε) back to the parameters.
@@ -316,13 +327,19 @@ class Refreshing(Reducing):
         return {id(p): products[id(p)] for p, is_missing in missing if is_missing and id(p) in products}
 
     def _record_refresh(
-        self, states: list[dict[str, Any]], products: Sequence[Product | None], bias2: list[Any], tallies: Tensor
+        self,
+        params: list[Tensor],
+        states: list[dict[str, Any]],
+        products: Sequence[Product | None],
+        bias2: list[Any],
+        tallies: Tensor,
     ) -> bool:
         """Takes over what a refresh brought. Returns whether any product was finite."""
         finite = tallies[:, 2].tolist()
-        elements = sum(product.value.numel() for product in products if product is not None)
-        for entry, product, count, correction in zip(states, products, finite, bias2, strict=True):
-            if product is not None and (count or product.value.numel() == 0):
+        sizes = [p.numel() for p in params]
+        elements = sum(size for size, product in zip(sizes, products, strict=True) if product is not None)
+        for entry, product, count, correction, size in zip(states, products, finite, bias2, sizes, strict=True):
+            if product is not None and (count or size == 0):
                 if isinstance(entry[BIAS2], Tensor):
                     entry[BIAS2].copy_(correction)  # in place: a captured step reads it there
                 else:

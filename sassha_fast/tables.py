@@ -147,6 +147,9 @@ class TablePasses(Passes):
     def rademacher(self, positions: Sequence[int], seed: int, draw: int) -> list[Tensor]:
         """See :meth:`Passes.rademacher`."""
         members = self.members
+        shards = any(members.shard(i) is not None for i in positions)
+        if shards or not positions:  # shards are numbered by element of the whole parameter
+            return super().rademacher(positions, seed, draw)
         signs = [torch.empty_like(members.weights[i], memory_format=torch.contiguous_format) for i in positions]
         self.kernel_rademacher(signs, [members.indices[i] for i in positions], seed, draw)
         return signs
@@ -154,7 +157,7 @@ class TablePasses(Passes):
     def probe(self, h: float, seed: int, draw: int) -> None:
         """See :meth:`Passes.probe`."""
         members = self.members
-        rows = [i for i in self.native if members.weights[i].is_contiguous()]
+        rows = [i for i in self.native if members.weights[i].is_contiguous() and members.shard(i) is None]
         if rows:
             self.kernel_probe([members.weights[i] for i in rows], [members.indices[i] for i in rows], h, seed, draw)
         others = sorted(set(range(len(members.weights))) - set(rows))
@@ -167,8 +170,8 @@ class TablePasses(Passes):
         return float(self.kernel_weight_square_sum()) + rest if self.native else rest
 
     def signs_in_registers(self, position: int) -> bool:
-        """See :meth:`Passes.signs_in_registers`. Signs are numbered by logical element."""
-        return self.members.weights[position].is_contiguous()
+        """See :meth:`Passes.signs_in_registers`. Signs are numbered by logical element of the whole parameter."""
+        return self.members.weights[position].is_contiguous() and self.members.shard(position) is None
 
     def step(
         self,

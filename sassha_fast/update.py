@@ -93,9 +93,13 @@ class Updating(Refreshing):
         draw, stochastic = clock * self.n_samples, self.stochastic_rounding
         tallies = plan.step(scalars, cohorts, products, self.seed, draw, restore=restore, stochastic=stochastic)
         weights_moved(plan.params)
+        if plan.sharded:
+            self._reshard()
         next_clock = clock + 1
         if products is not None and tallies is not None:
-            succeeded = self._record_refresh(states, products, [scalars[c].bias2 for c in cohorts], tallies)
+            succeeded = self._record_refresh(
+                plan.params, states, products, [scalars[c].bias2 for c in cohorts], tallies
+            )
             if not succeeded and clock % self.lazy_hessian == 0:
                 next_clock = clock  # a scheduled refresh that failed is still due
         self._count_step(states, steps, next_clock, skip)

@@ -3,24 +3,16 @@
 import processes
 import pytest
 import torch
-from tolerances import PROCESSES_RTOL
+from tolerances import DIFFERENCES_FACTOR, PROCESSES_RTOL
 from training import assert_same_bits, assert_same_state, make_net
 
-from sassha_fast import SASSHA
+from sassha_fast import SASSHA, reference
 from sassha_fast.distributed import is_parallel
 
-LONG = ("drift",)
-IN_THREE = [
-    "closure",
-    "closure_sync",
-    "closure_sync_fd",
-    "local",
-    "synced_fd",
-    "half_fd",
-    "closure_fd",
-    "different",
-    "uneven",
-]
+LONG = ("drift", "two_dimensional")
+IN_THREE = ["closure", "closure_sync", "closure_sync_fd", "local", "synced_fd", "half_fd", "closure_fd"]
+IN_THREE += ["uneven", "shards", "probes"]
+IN_FOUR = ["probes", "two_dimensional"]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +24,11 @@ def two(tmp_path_factory):
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     return processes.run(3, IN_THREE, tmp_path_factory.mktemp("three"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return processes.run(4, IN_FOUR, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture(params=[2, 3])
@@ -163,6 +160,69 @@ def test_what_is_ambiguous_is_refused_and_leaves_the_weights(two):
     assert "gradients are equal in all processes" in summed
     assert "it is not known who reduces gradients" in join
     assert_same_bits(two["ambiguous"][0]["params"], [p.detach() for p in make_net().parameters()])
+
+
+# ---- shards -------------------------------------------------------------------------------------------------------
+
+
+def test_shards_equal_one_process_and_ddp(several):
+    found, expected = several["shards"][0], alone(hvp="finite_difference")
+    assert found["refreshes"] == 3
+    assert_close(found, expected)
+    assert_close(found, several["closure_sync_fd"][0])
+
+
+def test_one_step_of_shards_in_float32_equals_one_process(two):
+    found, expected = two["shards_one_step"][0], alone(1, torch.float32, hvp="finite_difference")
+    for a, b in zip(found["params"], expected["params"], strict=True):
+        assert (a - b).norm() <= DIFFERENCES_FACTOR * PROCESSES_RTOL[torch.float32] * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("shards_central", {"hvp": "central_difference"}),
+        ("shards_clipped", {"hvp": "finite_difference", "steps": 12, "max_grad_norm": 0.1, "adaptive": True}),
+    ],
+)
+def test_options_hold_for_shards(two, name, options):
+    assert_close(two[name][0], alone(**options))
+
+
+@pytest.mark.parametrize("name", ["shards_reference", "shards_kept", "shards_offloaded"])
+def test_backend_policy_and_copies_left_unsharded_do_not_matter(two, name):
+    assert_same_run(two[name][0], two["shards_cpu"][0])
+
+
+def test_the_calls_equal_the_closure_on_shards(two):
+    assert_same_run(two["shards_by_calls"][0], two["shards"][0])
+
+
+def test_mixed_precision_of_shards_trains(two):
+    found = two["shards_mixed"][0]
+    start = [p.detach() for p in make_net().parameters()]
+    assert all(p.dtype == torch.float32 and torch.isfinite(p).all() for p in found["params"])
+    assert all((p != q).any() for p, q in zip(found["params"], start, strict=True))
+
+
+@pytest.mark.parametrize("processes_name", ["two", "three", "four"])
+def test_probes_do_not_depend_on_the_sharding(request, processes_name):
+    expected = [reference.rademacher(p, i, 5, 6) for i, p in enumerate(make_net().parameters())]
+    for rank in request.getfixturevalue(processes_name)["probes"]:
+        assert_same_bits(rank["probes"], expected)
+
+
+def test_a_mesh_of_two_dimensions_equals_one_process(four):
+    found = four["two_dimensional"][0]
+    assert_close(found, alone(12, hvp="finite_difference"))
+    expected = [reference.rademacher(p.double(), i, 5, 6) for i, p in enumerate(make_net().parameters())]
+    assert_same_bits(found["probes"], expected)
+
+
+def test_exact_products_of_shards_are_refused_and_leave_the_weights(two):
+    found = two["exact_shards"][0]
+    assert "construct SASSHA with hvp='finite_difference'" in found["messages"][0]
+    assert_same_bits(found["params"], found["before"])
 
 
 def test_one_process_is_not_parallel():
