@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -349,6 +351,64 @@ def exact_shards() -> dict[str, Any]:
     return {"messages": []}
 
 
+# ---- checkpoints --------------------------------------------------------------------------------------------------
+
+CHECKPOINTED = {**OPTIONS, "hvp": "finite_difference", "perturb_sync": True, "lazy_hessian": 4}
+
+
+def prepared(kind: str) -> tuple[nn.Module, nn.Module, SASSHA]:
+    """A network, the model that runs it and their optimizer: in shards, replicated, or alone."""
+    net = make_net(torch.float64)
+    if kind == "shards":
+        net = model = sharded_net(init_device_mesh("cpu", (dist.get_world_size(),)), torch.float64)
+    else:
+        model = DDP(net) if kind == "replicas" and dist.get_world_size() > 1 else net
+    opt = SASSHA(net.parameters(), **CHECKPOINTED)
+    opt.attach(model)
+    return net, model, opt
+
+
+def go_on(model: nn.Module, opt: SASSHA, steps: int) -> None:
+    """Steps on the joined batch, which is every process's, so that their number does not matter."""
+    for _ in range(steps):
+        opt.step(closure_of(opt, part_loss(model, torch.float64, 0, 1)))
+
+
+def save(kind: str, folder: Path, asynchronously: bool = False) -> dict[str, Any]:
+    net, model, opt = prepared(kind)
+    go_on(model, opt, 5)
+    weights, state = get_state_dict(net, opt)
+    content = {"model": weights, "optimizer": state}
+    if asynchronously:
+        written = dcp.async_save(content, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
+        go_on(model, opt, 1)  # training goes on while the file is written
+        written.result()
+    else:
+        dcp.save(content, checkpoint_id=folder)
+        go_on(model, opt, 5)
+    return whole_results(net, opt)
+
+
+def resume(kind: str, folder: Path, used: bool = False) -> dict[str, Any]:
+    net, model, opt = prepared(kind)
+    if used:
+        go_on(model, opt, 3)
+    weights, state = get_state_dict(net, opt)
+    content = {"model": weights, "optimizer": state}
+    dcp.load(content, checkpoint_id=folder)
+    set_state_dict(net, opt, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    go_on(model, opt, 5)
+    return whole_results(net, opt)
+
+
+def checkpoint_scenario(name: str) -> Callable[[], dict[str, Any]]:
+    """``save:shards:folder`` and ``resume:replicas:folder``, with ``async`` and ``used`` as variants."""
+    verb, kind, folder = name.split("|")[0].split(":", 2)
+    if verb.startswith("save"):
+        return lambda: save(kind, Path(folder), asynchronously=verb == "save_async")
+    return lambda: resume(kind, Path(folder), used=verb == "resume_used")
+
+
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     "closure": lambda: train(),
     "closure_sync": lambda: train(perturb_sync=True),
@@ -397,6 +457,10 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+def _plain(name: str) -> str:
+    return name.replace("/", "_")
+
+
 def work(rank: int, size: int, port: int, names: list[str], folder: str) -> None:
     """One process: runs the scenarios and saves what each returned."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -404,7 +468,8 @@ def work(rank: int, size: int, port: int, names: list[str], folder: str) -> None
     dist.init_process_group("gloo", rank=rank, world_size=size)
     try:
         for name in names:
-            torch.save(SCENARIOS[name](), Path(folder) / f"{name}.{rank}.pt")
+            scenario = checkpoint_scenario(name) if ":" in name else SCENARIOS[name]
+            torch.save(scenario(), Path(folder) / f"{_plain(name)}.{rank}.pt")
     finally:
         dist.destroy_process_group()
 
@@ -416,5 +481,6 @@ def run(size: int, names: list[str], folder: Path) -> dict[str, list[dict[str, A
         port = free.getsockname()[1]
     torch.multiprocessing.start_processes(work, (size, port, names, str(folder)), nprocs=size, start_method="spawn")
     return {
-        name: [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in range(size)] for name in names
+        name: [torch.load(folder / f"{_plain(name)}.{rank}.pt", weights_only=False) for rank in range(size)]
+        for name in names
     }

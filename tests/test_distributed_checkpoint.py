@@ -1,0 +1,64 @@
+"""Checkpoints of torch.distributed.checkpoint: saved by some processes, loaded by more, fewer or one."""
+
+import processes
+import pytest
+import torch
+from tolerances import PROCESSES_RTOL
+from training import assert_same_bits, assert_same_state
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Everything that is saved goes on for five steps; everything that is resumed takes the same five."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    by_two, replicated, meanwhile, by_three, by_one = (f"{folder}/{name}" for name in "abcde")
+    plan = [
+        (2, {"saved_by_two": f"save:shards:{by_two}", "saved_by_replicas": f"save:replicas:{replicated}"}),
+        (2, {"asynchronous": f"save_async:shards:{meanwhile}", "two_by_two": f"resume:shards:{by_two}"}),
+        (2, {"two_used": f"resume_used:shards:{by_two}", "replicas_by_two": f"resume:replicas:{by_two}"}),
+        (2, {"two_by_replicas": f"resume:shards:{replicated}", "two_meanwhile": f"resume:shards:{meanwhile}"}),
+        (3, {"three_by_two": f"resume:shards:{by_two}", "saved_by_three": f"save:shards:{by_three}"}),
+        (1, {"one_by_two": f"resume:alone:{by_two}", "saved_by_one": f"save:alone:{by_one}"}),
+        (2, {"two_by_three": f"resume:shards:{by_three}", "two_by_one": f"resume:shards:{by_one}"}),
+    ]
+    found, sizes = {}, []
+    for size, named in plan:  # neighbours of one size share their processes
+        if sizes and sizes[-1][0] == size:
+            sizes[-1][1].update(named)
+        else:
+            sizes.append((size, dict(named)))
+    for size, named in sizes:
+        results = processes.run(size, list(named.values()), tmp_path_factory.mktemp("results"))
+        found.update({label: results[scenario] for label, scenario in named.items()})
+    return found
+
+
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(runs):
+    for resumed, saved in (
+        ("two_by_two", "saved_by_two"),
+        ("two_used", "saved_by_two"),
+        ("two_meanwhile", "saved_by_two"),
+    ):
+        for found, expected in zip(runs[resumed], runs[saved], strict=True):
+            assert_same_bits(found["params"], expected["params"])
+            assert_same_state(found["state"], expected["state"])
+
+
+@pytest.mark.parametrize(
+    ("resumed", "saved"),
+    [
+        ("three_by_two", "saved_by_two"),
+        ("one_by_two", "saved_by_two"),
+        ("replicas_by_two", "saved_by_two"),
+        ("two_by_replicas", "saved_by_replicas"),
+        ("two_by_three", "saved_by_three"),
+        ("two_by_one", "saved_by_one"),
+    ],
+)
+def test_checkpoints_move_between_numbers_of_processes_and_kinds_of_parameters(runs, resumed, saved):
+    """All train on the same batch, so only the order of summation of norms and gradients differs."""
+    found, expected = runs[resumed][0], runs[saved][0]
+    for a, b in zip(found["params"], expected["params"], strict=True):
+        assert (a - b).norm() <= PROCESSES_RTOL[torch.float64] * b.norm()
+    assert [entry["step"] for entry in found["state"]] == [10] * 6
+    assert [entry["hessian_step"] for entry in found["state"]] == [10] * 6
