@@ -9,7 +9,7 @@ SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp bench/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help build test test-large demo bench lint format wheel report clean
+.PHONY: help build test test-large demo bench scale lint format wheel report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -37,6 +37,9 @@ demo: $(BUILT) ## train digits with AdamW, SAM and SASSHA side by side
 
 bench: $(BUILT) ## run the benchmarks against the eager loop, AdamW and the machine's bandwidth
 	$(BIN)/python -m pytest bench
+
+scale: $(INSTALLED) ## compute the model of traffic between GPUs and write it into docs/scale.md
+	$(BIN)/python bench/scale.py
 
 report: $(BUILT) ## print which backends run here
 	$(BIN)/python -m sassha_fast

@@ -66,3 +66,10 @@ def test_the_loop_of_the_readme_runs():
 def test_version_is_the_same_everywhere():
     assert f'version = "{sassha_fast.__version__}"' in (ROOT / "pyproject.toml").read_text()
     assert f"## {sassha_fast.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_page_on_scale_has_the_table_that_its_script_computes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import scale
+
+    assert scale.table() in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
