@@ -12,10 +12,16 @@ from sassha_fast.foreach import ForeachPasses
 from sassha_fast.native import NativePasses
 from sassha_fast.passes import Members, Passes
 from sassha_fast.reference import compute_dtype
+from sassha_fast.triton_passes import TritonPasses
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 REDUCED = (torch.bfloat16, torch.float16)
-PASSES: dict[str, type[Passes]] = {"reference": Passes, "foreach": ForeachPasses, "native": NativePasses}
+PASSES: dict[str, type[Passes]] = {
+    "reference": Passes,
+    "foreach": ForeachPasses,
+    "native": NativePasses,
+    "triton": TritonPasses,
+}
 
 # ---- comparison ---------------------------------------------------------------------------------------------------
 
@@ -84,6 +90,8 @@ def _flat(*sizes: int) -> tuple[Spec, ...]:
 CASES = (
     # Around a Philox block (128) and a piece of the CPU's loop (16384).
     Case("sizes", _flat(0, 1, 3, 127, 128, 129, 16383, 16384, 16385, 50000)),
+    # Around a chunk of the Triton kernels (2048).
+    Case("chunks", _flat(2047, 2048, 2049, 4096)),
     Case("scalars", (Spec(()), Spec((1, 1)), Spec(()))),
     Case("empty_first", _flat(0, 130, 5)),
     Case("empty_middle", (Spec((40,)), Spec((3, 0)), Spec((129,)))),
@@ -110,6 +118,11 @@ def _dtypes(case: Case) -> tuple[torch.dtype, ...]:
 
 
 PAIRS = [(case, dtype) for case in CASES for dtype in _dtypes(case)]
+
+
+def affordable(runner: str, case: Case, dtype: torch.dtype) -> bool:
+    """Triton's interpreter takes some 20 ms for a chunk, so there 300 tensors are walked through in one dtype only."""
+    return runner != "triton" or case.name != "many" or dtype == torch.float32
 
 
 def pair_id(value: object) -> str | None:
