@@ -8,15 +8,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .capturable import DeviceScalars
 from .passes import Members
 from .scalars import StepScalars
-from .tables import DTYPE, FLAGS, GRAD, INDEX, LAYOUT, NUMEL, OWNS_BUFFER, PARAM, ROW_WORDS, TablePasses
-from .tables import EXP_AVG, HESSIAN
+from .tables import (
+    DTYPE,
+    EXP_AVG,
+    FLAGS,
+    GRAD,
+    HESSIAN,
+    INDEX,
+    LAYOUT,
+    NUMEL,
+    OWNS_BUFFER,
+    PARAM,
+    ROW_WORDS,
+    TablePasses,
+)
 from .triton_kernels import access, math, norm, perturb, probe, step
 
 __all__ = ["Chunks", "TritonPasses"]
@@ -273,7 +284,7 @@ class TritonPasses(TablePasses):
 
     def kernel_refresh_step(self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None) -> Tensor:
         """See :meth:`TablePasses.kernel_refresh_step`."""
-        partials = self._doubles(self.chunks.total, TALLY_WORDS)
+        partials = self._doubles(self.chunks.total, TALLY_WORDS).zero_()  # what a skipped update counts
         self._step(scalars, partials, seed, draw, noise_draw)
         tallies = self._doubles(len(self.native), TALLY_WORDS)
         self.launcher(access.finish, len(tallies), partials, self.chunks.row_spans, tallies, WORDS=TALLY_WORDS)

@@ -152,11 +152,7 @@ def step(
     if REFRESH:
         used |= product
         tally = tallies + place * 3
-    if s.skip != 0:  # gradients overflowed
-        if REFRESH:
-            tl.store(tally, 0.0)
-            tl.store(tally + 1, 0.0)
-            tl.store(tally + 2, 0.0)
+    if s.skip != 0:  # gradients overflowed: the tally stays 0
         if param != backup:  # so rare that the short words of the last chunk do
             store(row, param, begin, load(row, backup, begin, T, False), T, False)
     elif takes_words(row, begin, used):
