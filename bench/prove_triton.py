@@ -245,6 +245,26 @@ def matrix(targets: Sequence[str], dtypes: Sequence[str], kernels: Sequence[str]
     ]
 
 
+NOTES = """\
+How to read it, and where these kernels differ from the CUDA ones:
+
+- A program is 256 threads on a chunk of 2048 parameters, so a thread has eight elements of every stream at once: two
+  words of 128 bits each in float32, one in bfloat16. All loads of a chunk are in flight together, which is where the
+  registers go. A thread that takes one word at a time needs fewer. No GPU has timed either choice yet.
+- The path for the last chunk of a tensor and for addresses that are no multiple of 16 bytes accesses single elements
+  under a mask. Both paths call the same functions, so the code, not the registers, is about twice that of one path.
+  Programs decide by the addresses in their own row: nothing is specialised on alignment.
+- "Moved" counts the words of the path of full chunks. Beside them a program reads 12 bytes that say which chunk is its
+  own, its row of the table and its scalars, less than 0.2 bytes per parameter, from caches after the first program.
+- Shared memory (up to 8 KiB) regroups elements where loads and stores differ in width: bfloat16 and float16 beside
+  float32 state, and last chunks. Full float32 and float64 chunks do without.
+- Squares are added in double, as everywhere. On GPUs with one double unit in 64 these, and not memory, may be
+  what the norm waits for.
+- A general power is `pow` of the vendor's device library, as in CUDA: its last bits are the vendor's. Powers ½ and 1
+  are bit for bit the reference.
+- Updates of all kinds of products share one kernel: signs that a product does not need are computed and not used.
+"""
+
 # ---- the report ---------------------------------------------------------------------------------------------------
 
 
@@ -256,8 +276,9 @@ def section(found: Sequence[Figures], targets: Sequence[str]) -> str:
         "",
         f"Compiled by Triton {triton.__version__} for each target, without a GPU; `make prove-triton` writes this "
         "section and fails if a kernel spills, contracts, moves a full chunk in anything but words of 128 bits "
-        "(`ld.global.v4.b32` and `LDG.E.128`, `global_` or `buffer_load_dwordx4`), or moves more than a tenth above "
-        "the floor. Cells are registers of a thread.",
+        "(`ld.global.v4.b32` or `v2.b64` in PTX and `LDG.E.128` in SASS, `global_load_dwordx4` or "
+        "`buffer_load_dwordx4` on gfx942, and the same for stores), or moves more than a tenth above the floor. "
+        "The last columns are registers of a thread.",
         "",
         "| kernel | dtype | floor, bytes per parameter | moved | " + " | ".join(targets) + " |",
         "|---|---|---|---|" + "---|" * len(targets),
@@ -268,7 +289,7 @@ def section(found: Sequence[Figures], targets: Sequence[str]) -> str:
         registers = " | ".join(str(f.registers) for f in row)
         lines.append(f"| {name} | {dtype} | {row[0].floor} | {' or '.join(moved)} | {registers} |")
     spills, contracted = sum(f.spills for f in found), sum(f.contracted for f in found)
-    lines += ["", f"{len(found)} kernels compiled; spills: {spills}; contractions: {contracted}.", ""]
+    lines += ["", f"{len(found)} kernels compiled; spills: {spills}; contractions: {contracted}.", "", NOTES]
     return "\n".join(lines)
 
 

@@ -38,6 +38,7 @@ KERNEL_DTYPES = (tl.float32, tl.float64, tl.bfloat16, tl.float16)
 REDUCED = (2, 3)
 CHUNK: int = access.CHUNK.value
 TALLY_WORDS = 3
+SPAN = 8 * CHUNK  # partial results that one program adds: a single one would add those of a huge tensor for too long
 
 
 def _uploaded(values: Tensor, device: torch.device, kept: list[Tensor] | None = None) -> Tensor:
@@ -62,7 +63,7 @@ class Chunks:
     Attributes:
         launches: For each dtype its code and the chunks of all its tensors.
         total: Number of chunks.
-        group_spans: First partial result of each group, and the end.
+        group_spans: First partial result of each group, and the end, in levels: each adds what the one before gave.
         row_spans: The same for each row.
     """
 
@@ -88,10 +89,27 @@ class Chunks:
                 self.launches.append((kind, _uploaded(mine.contiguous(), device)))
         row_spans = torch.empty(len(sizes), 2, dtype=torch.int64)
         row_spans[order] = torch.stack((starts, ends), dim=1)
-        self.row_spans = _uploaded(row_spans, device)
-        chunk_ends = torch.cumsum(torch.bincount(belongs[rows], minlength=n_groups), 0)
-        first = torch.zeros(1, dtype=torch.int64)
-        self.group_spans = _uploaded(torch.stack((torch.cat((first, chunk_ends[:-1])), chunk_ends), dim=1), device)
+        self.row_spans = [_uploaded(level, device) for level in _levels(row_spans)]
+        group_spans = _spans(torch.bincount(belongs[rows], minlength=n_groups))
+        self.group_spans = [_uploaded(level, device) for level in _levels(group_spans)]
+
+
+def _spans(lengths: Tensor) -> Tensor:
+    """First and last of consecutive spans of these lengths."""
+    ends = torch.cumsum(lengths, 0)
+    return torch.stack((ends - lengths, ends), dim=1)
+
+
+def _levels(spans: Tensor) -> list[Tensor]:
+    """Spans of at most ``SPAN`` entries, then spans of their results, until one is left for each of ``spans``."""
+    begins, ends = spans.unbind(1)
+    pieces = (ends - begins + (SPAN - 1)) // SPAN
+    if len(spans) == 0 or int(pieces.max()) <= 1:
+        return [spans]
+    numbers = torch.arange(int(pieces.sum())) - torch.repeat_interleave(torch.cumsum(pieces, 0) - pieces, pieces)
+    first = torch.repeat_interleave(begins, pieces) + numbers * SPAN
+    last = torch.minimum(first + SPAN, torch.repeat_interleave(ends, pieces))
+    return [torch.stack((first, last), dim=1), *_levels(_spans(pieces))]
 
 
 @dataclass(frozen=True)
@@ -160,9 +178,11 @@ class TritonPasses(TablePasses):
         """The table where the kernels read it. It is uploaded only if it has changed."""
         if self.device.type == "cpu":
             return self.table
+        if torch.cuda.is_current_stream_capturing():  # what is copied now arrives when the graph is replayed
+            return _uploaded(self.table, self.device, self.captured)
         if self.mirrored is None or not torch.equal(self.table, self.mirrored):
             self.mirrored = self.table.clone()
-            self.mirror = _uploaded(self.mirrored, self.device, self.captured)
+            self.mirror = _uploaded(self.mirrored, self.device)
         return self.mirror
 
     def scalar_table(self, scalars: Sequence[StepScalars]) -> Tensor:
@@ -231,13 +251,18 @@ class TritonPasses(TablePasses):
         for kind, chunks in self.chunks.launches:
             constants = {"T": KERNEL_DTYPES[kind], "ADAPTIVE": adaptive}
             self.launcher(norm.square_sums, len(chunks), table, chunks, partials, column, **constants)
-        sums = self._doubles(self.members.n_groups)
-        self.launcher(access.finish, len(sums), partials, self.chunks.group_spans, sums, WORDS=1)
-        return sums
+        return self._finish(partials, self.chunks.group_spans, 1)
+
+    def _finish(self, partials: Tensor, levels: list[Tensor], words: int) -> Tensor:
+        for spans in levels:
+            totals = self._doubles(len(spans), words)
+            self.launcher(access.finish, len(spans), partials, spans, totals, WORDS=words)
+            partials = totals
+        return partials
 
     def kernel_square_sums(self, adaptive: bool) -> Tensor:
         """See :meth:`TablePasses.kernel_square_sums`."""
-        return self._square_sums(GRAD, adaptive)
+        return self._square_sums(GRAD, adaptive).flatten()
 
     def kernel_weight_square_sum(self) -> Tensor:
         """See :meth:`TablePasses.kernel_weight_square_sum`."""
@@ -286,9 +311,7 @@ class TritonPasses(TablePasses):
         """See :meth:`TablePasses.kernel_refresh_step`."""
         partials = self._doubles(self.chunks.total, TALLY_WORDS).zero_()  # what a skipped update counts
         self._step(scalars, partials, seed, draw, noise_draw)
-        tallies = self._doubles(len(self.native), TALLY_WORDS)
-        self.launcher(access.finish, len(tallies), partials, self.chunks.row_spans, tallies, WORDS=TALLY_WORDS)
-        return tallies
+        return self._finish(partials, self.chunks.row_spans, TALLY_WORDS)
 
     def _step(self, scalars: Tensor, tallies: Tensor | None, seed: int, draw: int, noise: Tensor | None) -> None:
         table = self.device_table()

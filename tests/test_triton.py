@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from sassha_fast import SASSHA, backends, reference, triton_passes
 from sassha_fast.capturable import DeviceScalars
-from sassha_fast.passes import Passes, Product
+from sassha_fast.passes import Members, Passes, Product
 from sassha_fast.scalars import Request, step_scalars
 from sassha_fast.tables import INDEX, NUMEL, PARAM, ROW_WORDS
 from sassha_fast.triton_passes import CHUNK, KERNEL_DTYPES, Chunks, Launcher, TritonPasses
@@ -64,10 +64,21 @@ def test_chunks_cover_every_element_once_and_partial_results_of_a_group_or_row_a
         assert {kinds[row] for row, _, _ in part.tolist()} == {kind}
     for row, n in enumerate(numels):
         assert sorted(number for r, number, _ in entries if r == row) == list(range(-(-n // CHUNK)))
-    for names, spans in ((groups, chunks.group_spans), (range(len(numels)), chunks.row_spans)):
+    for names, (spans,) in ((groups, chunks.group_spans), (range(len(numels)), chunks.row_spans)):
         for name, (begin, end) in enumerate(spans.tolist()):
             places = sorted(place for row, _, place in entries if names[row] == name)
             assert places == list(range(begin, end))
+
+
+def test_long_spans_are_added_in_levels(monkeypatch):
+    monkeypatch.setattr(triton_passes, "SPAN", 3)
+    numels, groups = [30 * CHUNK - 5, 0, 2 * CHUNK, 7 * CHUNK], [0, 1, 0, 2]
+    weights = [torch.randint(-3, 4, (n,)).float() for n in numels]
+    passes = TritonPasses(Members(weights, [0] * 4, groups, 4, ["w"] * 4))
+    assert [len(level) for level in passes.chunks.group_spans] == [14, 5, 3, 4]
+    passes.bind_grads(clones(weights))
+    squares = [float(w.square().sum()) for w in weights]
+    assert passes.square_sums(adaptive=False).tolist() == [squares[0] + squares[2], squares[1], squares[3], 0.0]
 
 
 # ---- what is read from memory -------------------------------------------------------------------------------------
