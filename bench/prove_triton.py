@@ -108,7 +108,8 @@ class Figures:
 
     Attributes:
         registers: Vector registers of a thread.
-        spills: Instructions or registers that spill.
+        spills: Registers, instructions and bytes of memory that spilling takes.
+        parked: Scalar registers kept in lanes of a vector register (AMD), which costs no memory.
         loads: 128-bit loads of a thread in the path of full chunks.
         stores: 128-bit stores there.
         ptx_loads: The same in PTX; equals ``loads`` on AMD, which has none.
@@ -125,6 +126,7 @@ class Figures:
     target: str
     registers: int
     spills: int
+    parked: int
     loads: int
     stores: int
     ptx_loads: int
@@ -161,7 +163,7 @@ def compiled(function: object, constants: dict[str, object], types: dict[str, st
     attributes = {
         (i,): [["tt.divisibility", WORD]] for i, name in enumerate(function.arg_names) if signature[name][0] == "*"
     }
-    options = {"num_warps": access.THREADS // target.warp_size, "enable_fp_fusion": False}
+    options = access.launch_options(constants.get("T"), target.warp_size)
     return triton.compile(ASTSource(function, signature, constants, attributes), target=target, options=options)
 
 
@@ -189,6 +191,7 @@ def _nvidia(asm: dict, *, divides: bool) -> dict[str, int]:
     return {
         "registers": _number(r"REG:(\d+)", usage),
         "spills": _number(r"LOCAL:(\d+)", usage) + _count(r"\b(?:LDL|STL)\b", sass),
+        "parked": 0,
         "loads": _count(r"\bLDG\.E[.\w]*\.128\b", sass),
         "stores": _count(r"\bSTG\.E[.\w]*\.128\b", sass),
         "ptx_loads": _count(r"\bld\.global[.\w:]*?" + word, ptx),
@@ -201,10 +204,11 @@ def _nvidia(asm: dict, *, divides: bool) -> dict[str, int]:
 def _amd(asm: dict, *, divides: bool) -> dict[str, int]:
     text = asm["amdgcn"]
     loads, stores = (_count(rf"\b(?:global|buffer)_{what}_dwordx4\b", text) for what in ("load", "store"))
-    spills = sum(_number(rf"\.{kind}_spill_count:\s+(\d+)", text) for kind in ("vgpr", "sgpr"))
+    memory = _number(r"\.private_segment_fixed_size:\s+(\d+)", text)
     return {
         "registers": _number(r"\.vgpr_count:\s+(\d+)", text),
-        "spills": spills + _number(r"\.private_segment_fixed_size:\s+(\d+)", text),
+        "spills": _number(r"\.vgpr_spill_count:\s+(\d+)", text) + memory,
+        "parked": _number(r"\.sgpr_spill_count:\s+(\d+)", text),
         "loads": loads,
         "stores": stores,
         "ptx_loads": loads,
@@ -222,7 +226,7 @@ def figures(kernel: Kernel, dtype: str, target: str) -> Figures:
     read = read_binary(built.asm, divides=kernel.function is step.step)
     if kernel.constants.get("POWER") == math.ANY.value:
         read["contracted"] = 0
-    moved = (read["loads"] + read["stores"]) * WORD * access.THREADS / CHUNK
+    moved = (read["loads"] + read["stores"]) * WORD * access.threads_of(DTYPES[dtype]) / CHUNK
     return Figures(
         kernel.name,
         dtype,
@@ -248,9 +252,9 @@ def matrix(targets: Sequence[str], dtypes: Sequence[str], kernels: Sequence[str]
 NOTES = """\
 How to read it, and where these kernels differ from the CUDA ones:
 
-- A program is 256 threads on a chunk of 2048 parameters, so a thread has eight elements of every stream at once: two
-  words of 128 bits each in float32, one in bfloat16. All loads of a chunk are in flight together, which is where the
-  registers go. A thread that takes one word at a time needs fewer. No GPU has timed either choice yet.
+- A program is 256 threads on a chunk of 2048 parameters, 512 in float64, so a thread has two words of 128 bits of every
+  stream of float32 or float64 at once, and one of bfloat16 or float16. All loads of a chunk are in flight together,
+  which is where the registers go. A thread that takes one word at a time needs fewer. No GPU has timed either choice.
 - The path for the last chunk of a tensor and for addresses that are no multiple of 16 bytes accesses single elements
   under a mask. Both paths call the same functions, so the code, not the registers, is about twice that of one path.
   Programs decide by the addresses in their own row: nothing is specialised on alignment.
@@ -289,7 +293,12 @@ def section(found: Sequence[Figures], targets: Sequence[str]) -> str:
         registers = " | ".join(str(f.registers) for f in row)
         lines.append(f"| {name} | {dtype} | {row[0].floor} | {' or '.join(moved)} | {registers} |")
     spills, contracted = sum(f.spills for f in found), sum(f.contracted for f in found)
-    lines += ["", f"{len(found)} kernels compiled; spills: {spills}; contractions: {contracted}.", "", NOTES]
+    lines += ["", f"{len(found)} kernels compiled; spills: {spills}; contractions: {contracted}.", ""]
+    for f in found:
+        if f.parked:
+            where = f"{f.kernel}, {f.dtype}, {f.target}"
+            lines += [f"{where}: {f.parked} scalar registers wait in lanes of a vector register, not in memory.", ""]
+    lines.append(NOTES)
     return "\n".join(lines)
 
 

@@ -118,24 +118,22 @@ class Launcher:
 
     Attributes:
         device: Whose current stream takes them.
-        warps: Warps of a program: ``access.THREADS`` threads on every vendor's hardware, so that each has the elements
-            of whole 128-bit words.
+        warp_size: Threads of a warp there, which is the vendor's choice.
     """
 
     device: torch.device
-    warps: int
+    warp_size: int
 
     @classmethod
     def on(cls, device: torch.device) -> Launcher:
         """The launcher of a device."""
-        width = 32 if device.type == "cpu" else torch.cuda.get_device_properties(device).warp_size
-        return cls(device, access.THREADS // width)
+        return cls(device, 32 if device.type == "cpu" else torch.cuda.get_device_properties(device).warp_size)
 
     def __call__(self, kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-        """Runs a kernel, without contraction, unless there is nothing to do."""
+        """Runs a kernel, unless there is nothing to do."""
         if programs == 0:
             return
-        options = {"num_warps": self.warps, "enable_fp_fusion": False}
+        options = access.launch_options(constants.get("T"), self.warp_size)
         if self.device.type == "cpu":
             kernel[(programs,)](*args, **constants, **options)
             return

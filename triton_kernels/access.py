@@ -16,11 +16,10 @@ import triton.language as tl
 from .. import tables
 
 LANES = tl.constexpr(128)  # philox.SIGNS_PER_CALL
-# 8 elements a thread with 256 threads: two words of 128 bits per float32 stream, one per bfloat16 stream. A step then
-# has eight loads in flight per thread and still fits many programs on a processor. Fewer would wait for the table.
+# Enough for a program that every thread has whole words of 128 bits in every dtype (see `threads_of`), and that
+# finding the chunk costs little beside it; few enough that small tensors waste little.
 CHUNK = tl.constexpr(2048)
 CHUNK_ROWS = tl.constexpr(2048 // 128)
-THREADS = 256
 MAP_WORDS = tl.constexpr(3)
 
 ROW_WORDS = tl.constexpr(tables.ROW_WORDS)
@@ -31,6 +30,20 @@ INDEX, GROUP, COHORT = tl.constexpr(tables.INDEX), tl.constexpr(tables.GROUP), t
 FLAGS = tl.constexpr(tables.FLAGS)
 SIGNED_PRODUCT = tl.constexpr(tables.SIGNED_PRODUCT)
 PROBE_GRADIENT = tl.constexpr(tables.PROBE_GRADIENT)
+
+
+def threads_of(dtype):
+    """Threads of a program on parameters of a dtype.
+
+    A thread gets two words of 128 bits of each float32 or float64 stream and one of a reduced one: a step then has
+    eight loads in flight. With twice as many of float64, refreshes on gfx942 run out of scalar registers.
+    """
+    return 512 if dtype == tl.float64 else 256
+
+
+def launch_options(dtype, warp_size):
+    """How kernels on parameters of a dtype are launched: without contraction, see ``math``."""
+    return {"num_warps": threads_of(dtype) // warp_size, "enable_fp_fusion": False}
 
 
 @triton.jit

@@ -112,8 +112,8 @@ def step_of(
         tl.store(tally, tl.sum(tl.sum(tl.where(counted, h, 0.0).to(tl.float64), axis=1), axis=0))
         tl.store(tally + 1, tl.sum(tl.sum((counted & (h < 0)).to(tl.int32), axis=1), axis=0).to(tl.float64))
         tl.store(tally + 2, tl.sum(tl.sum(counted.to(tl.int32), axis=1), axis=0).to(tl.float64))
+    m = momentum(m, g, s)  # before the power, which needs many registers
     denom = denominator(d, bias2, s, POWER)
-    m = momentum(m, g, s)
     moved = descend(x, m, d, denom, s)
     if AT_RANDOM:
         noise = noise_bits(seed, tl.load(row + INDEX), noise_draw, begin, CHUNK_ROWS, UPDATE_NOISE)
