@@ -54,7 +54,8 @@ class Kernel:
         name: The pass.
         function: The kernel.
         constants: Its compile-time arguments beside the dtype; None for tensors it does not get.
-        streams: How many times it reads or writes an element of the parameter's dtype, and of the state's.
+        streams: How many times it reads or writes an element of the parameter's dtype, and of the state's; none of
+            either for sums over chunks, whose bytes are not counted.
         types: Argument types that differ from ``TYPES``.
         dtypes: Of parameters for which it is compiled; the kernels know no more of them than this.
     """
@@ -86,6 +87,7 @@ _DRAW = {"draw": "*i64"}
 KERNELS = (
     Kernel("norm", norm.square_sums, {"ADAPTIVE": False}, (1, 0)),
     Kernel("norm, adaptive", norm.square_sums, {"ADAPTIVE": True}, (2, 0), dtypes=("float32", "bfloat16")),
+    *(Kernel(f"finish, {n} per chunk", access.finish, {"WORDS": n}, (0, 0), dtypes=("float64",)) for n in (1, 3)),
     Kernel("perturb", perturb.perturb, {"ADAPTIVE": False}, (4, 0), _DRAW),
     Kernel("perturb, adaptive", perturb.perturb, {"ADAPTIVE": True}, (4, 0), _DRAW, ("float32", "bfloat16")),
     Kernel("restore", perturb.restore, {}, (2, 0)),
@@ -116,6 +118,7 @@ class Figures:
         ptx_stores: The same in PTX.
         philox_multiplies: High halves of 32-bit products in PTX, of which a Philox call takes 20.
         contracted: Multiplications fused with additions: in PTX, and in binaries of kernels that do not divide.
+        approximate: Divisions and roots that may not be correctly rounded, and operations that flush subnormals.
         shared: Bytes of shared memory of a program.
         bytes: Bytes per parameter in the path of full chunks.
         floor: Bytes per parameter that the algorithm needs.
@@ -133,6 +136,7 @@ class Figures:
     ptx_stores: int
     philox_multiplies: int
     contracted: int
+    approximate: int
     shared: int
     bytes: float
     floor: int
@@ -144,11 +148,13 @@ class Figures:
             found.append(f"{self.spills} spills")
         if self.contracted:
             found.append(f"{self.contracted} contractions")
-        if (self.loads, self.stores) != (self.ptx_loads, self.ptx_stores):
+        if self.approximate:
+            found.append(f"{self.approximate} approximate operations")
+        if self.floor and (self.loads, self.stores) != (self.ptx_loads, self.ptx_stores):
             found.append(f"{self.loads}+{self.stores} words in the binary, {self.ptx_loads}+{self.ptx_stores} in PTX")
         if self.bytes < self.floor:  # the rest moves in shorter words
             found.append(f"only {self.bytes:g} of {self.floor} bytes per parameter in words of 128 bits")
-        if self.bytes > SLACK * self.floor:
+        if self.floor and self.bytes > SLACK * self.floor:
             found.append(f"{self.bytes:g} bytes per parameter, {self.floor} would do")
         return [f"{self.kernel}, {self.dtype}, {self.target}: {fault}" for fault in found]
 
@@ -197,6 +203,7 @@ def _nvidia(asm: dict, *, divides: bool) -> dict[str, int]:
         "ptx_loads": _count(r"\bld\.global[.\w:]*?" + word, ptx),
         "ptx_stores": _count(r"\bst\.global[.\w:]*?" + word, ptx),
         "philox_multiplies": _count(r"\bmul\.hi\.u32\b", ptx) + _count(r"\bmul\.wide\.u32\b", ptx),
+        "approximate": _count(r"\b(?:div|sqrt|rcp|rsqrt)\.(?:approx|full)|\.ftz\b", ptx),
         "contracted": _count(r"\bfma\.rn\b", ptx) + (0 if divides else _count(r"\b[FD]FMA\b", sass)),
     }
 
@@ -214,18 +221,20 @@ def _amd(asm: dict, *, divides: bool) -> dict[str, int]:
         "ptx_loads": loads,
         "ptx_stores": stores,
         "philox_multiplies": _count(r"\bv_mul_hi_u32\b", text),
+        "approximate": _count(r"!fpmath|\bafn\b|\barcp\b|\bfast\b", asm["llir"]),
         "contracted": 0 if divides else _count(r"\bv_(?:pk_)?(?:fma|mac|mad|fmac)_f(?:32|64)", text),
     }
 
 
 def figures(kernel: Kernel, dtype: str, target: str) -> Figures:
     """Compiles a kernel and reads what came out."""
-    built = compiled(kernel.function, {"T": DTYPES[dtype], **kernel.constants}, kernel.types, TARGETS[target])
+    constants = {**kernel.constants, **({"T": DTYPES[dtype]} if kernel.floor(dtype) else {})}
+    built = compiled(kernel.function, constants, kernel.types, TARGETS[target])
     read_binary = _amd if target.startswith("gfx") else _nvidia
     # Divisions and roots are made of fused steps, in PTX only those of the library's power.
     read = read_binary(built.asm, divides=kernel.function is step.step)
     if kernel.constants.get("POWER") == math.ANY.value:
-        read["contracted"] = 0
+        read["contracted"] = read["approximate"] = 0
     moved = (read["loads"] + read["stores"]) * WORD * access.threads_of(DTYPES[dtype]) / CHUNK
     return Figures(
         kernel.name,
@@ -260,8 +269,8 @@ How to read it, and where these kernels differ from the CUDA ones:
   Programs decide by the addresses in their own row: nothing is specialised on alignment.
 - "Moved" counts the words of the path of full chunks. Beside them a program reads 12 bytes that say which chunk is its
   own, its row of the table and its scalars, less than 0.2 bytes per parameter, from caches after the first program.
-- Shared memory (up to 8 KiB) regroups elements where loads and stores differ in width: bfloat16 and float16 beside
-  float32 state, and last chunks. Full float32 and float64 chunks do without.
+- Shared memory (at most {shared} bytes) regroups elements where loads and stores differ in width: bfloat16 and float16
+  beside float32 state, and last chunks. Full float32 and float64 chunks do without.
 - Squares are added in double, as everywhere. On GPUs with one double unit in 64 these, and not memory, may be
   what the norm waits for.
 - A general power is `pow` of the vendor's device library, as in CUDA: its last bits are the vendor's. Powers ½ and 1
@@ -279,8 +288,8 @@ def section(found: Sequence[Figures], targets: Sequence[str]) -> str:
         "## Triton",
         "",
         f"Compiled by Triton {triton.__version__} for each target, without a GPU; `make prove-triton` writes this "
-        "section and fails if a kernel spills, contracts, moves a full chunk in anything but words of 128 bits "
-        "(`ld.global.v4.b32` or `v2.b64` in PTX and `LDG.E.128` in SASS, `global_load_dwordx4` or "
+        "section and fails if a kernel spills, contracts, approximates, moves a full chunk in anything but words of "
+        "128 bits (`ld.global.v4.b32` or `v2.b64` in PTX and `LDG.E.128` in SASS, `global_load_dwordx4` or "
         "`buffer_load_dwordx4` on gfx942, and the same for stores), or moves more than a tenth above the floor. "
         "The last columns are registers of a thread.",
         "",
@@ -289,16 +298,16 @@ def section(found: Sequence[Figures], targets: Sequence[str]) -> str:
     ]
     for name, dtype in dict.fromkeys((f.kernel, f.dtype) for f in found):
         row = [cells[name, dtype, target] for target in targets]
-        moved = sorted({f"{f.bytes:g}" for f in row})
+        moved = sorted({f"{f.bytes:g}" if f.floor else "-" for f in row})
         registers = " | ".join(str(f.registers) for f in row)
-        lines.append(f"| {name} | {dtype} | {row[0].floor} | {' or '.join(moved)} | {registers} |")
+        lines.append(f"| {name} | {dtype} | {row[0].floor or '-'} | {' or '.join(moved)} | {registers} |")
     spills, contracted = sum(f.spills for f in found), sum(f.contracted for f in found)
     lines += ["", f"{len(found)} kernels compiled; spills: {spills}; contractions: {contracted}.", ""]
     for f in found:
         if f.parked:
             where = f"{f.kernel}, {f.dtype}, {f.target}"
             lines += [f"{where}: {f.parked} scalar registers wait in lanes of a vector register, not in memory.", ""]
-    lines.append(NOTES)
+    lines.append(NOTES.format(shared=max(f.shared for f in found)))
     return "\n".join(lines)
 
 
