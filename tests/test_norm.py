@@ -25,7 +25,7 @@ RUNS = [
     (case, dtype, runner)
     for case, dtype in PAIRS
     for runner in RUNNERS
-    if (case.dense or runner != "ops") and affordable(runner, case, dtype)
+    if (case.dense or runner != "ops") and affordable(runner, case)
 ]
 BY_NAME = {case.name: case for case in CASES}
 

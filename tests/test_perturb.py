@@ -37,7 +37,7 @@ def takes(runner, case, dtype):
     # Rounding noise is numbered by logical element, so the operator wants reduced precision row-major.
     if runner == "ops" and not (case.dense and (case.row_major or dtype not in REDUCED)):
         return False
-    return affordable(runner, case, dtype)
+    return affordable(runner, case)
 
 
 RUNS = [(case, dtype, runner) for case, dtype in PAIRS for runner in RUNNERS if takes(runner, case, dtype)]
