@@ -9,10 +9,10 @@ SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp bench/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help build test test-large demo bench scale lint format wheel report clean
+.PHONY: help build test test-large demo bench scale prove-triton lint format wheel report clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(INSTALLED): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,6 +40,9 @@ bench: $(BUILT) ## run the benchmarks against the eager loop, AdamW and the mach
 
 scale: $(INSTALLED) ## compute the model of traffic between GPUs and write it into docs/scale.md
 	$(BIN)/python bench/scale.py
+
+prove-triton: $(BUILT) ## compile the Triton kernels for every GPU and write what they became into docs/gpu.md
+	$(BIN)/python -m bench.prove_triton
 
 report: $(BUILT) ## print which backends run here
 	$(BIN)/python -m sassha_fast

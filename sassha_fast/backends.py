@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -44,6 +47,29 @@ def _native_why_not(device_type: str) -> str | None:
     return ops.load()
 
 
+def _load_triton() -> type[Passes]:
+    from .triton_passes import TritonPasses
+
+    return TritonPasses
+
+
+def _triton_why_not(device_type: str) -> str | None:
+    """Decided without importing triton, which takes longer than all else that is imported."""
+    if find_spec("triton") is None:
+        return "triton is not installed; `pip install triton`"
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    language = sys.modules.get("triton.language")
+    if language is not None and interpreting != (type(language.zeros).__name__ == "InterpretedFunction"):
+        return "TRITON_INTERPRET has changed since triton was imported; set it before the start"
+    if device_type == "cpu" and not interpreting:
+        return "its kernels run on GPUs; set TRITON_INTERPRET=1 before the start to interpret them on the CPU"
+    if device_type == "cuda" and interpreting:
+        return "TRITON_INTERPRET=1 is set, so its kernels are interpreted on the CPU"
+    if device_type not in ("cpu", "cuda"):
+        return f"its kernels run on GPUs of NVIDIA and AMD, not on {device_type}"
+    return None
+
+
 def _everywhere(device_type: str) -> str | None:
     del device_type
     return None
@@ -53,11 +79,12 @@ _REGISTRY = {
     backend.name: backend
     for backend in (
         Backend("cpu", "C++ kernels, one parallel pass over all tensors", _load_native, _native_why_not),
+        Backend("triton", "Triton kernels, GPUs of NVIDIA and AMD", _load_triton, _triton_why_not),
         Backend("foreach", "torch._foreach_* operations, any device", lambda: ForeachPasses, _everywhere),
         Backend("reference", "plain torch operations, the oracle of the tests", lambda: Passes, _everywhere),
     )
 }
-_PREFERENCE = ("cpu", "foreach")  # what "auto" tries, in order
+_PREFERENCE = ("cpu", "triton", "foreach")  # what "auto" tries, in order
 
 
 def names() -> list[str]:
@@ -100,7 +127,7 @@ def choose(backend: str, device: torch.device) -> type[Passes]:
     ``"auto"`` takes the fastest that runs there. A backend named by the user raises if it does not.
     """
     if backend == "auto":
-        backend = next(name for name in _PREFERENCE if _REGISTRY[name].why_not(device.type) is None)
+        backend = next(name for name in _PREFERENCE if _suits(name, device.type))
     reason = _REGISTRY[backend].why_not(device.type)
     if reason is not None:
         raise RuntimeError(
@@ -108,6 +135,12 @@ def choose(backend: str, device: torch.device) -> type[Passes]:
             f"Use backend='auto' or one of {available(device.type)}"
         )
     return _REGISTRY[backend].passes()
+
+
+def _suits(name: str, device_type: str) -> bool:
+    """Whether "auto" takes a backend: where it runs, except in an interpreter, which is for tests."""
+    interpreted = name == "triton" and device_type == "cpu"
+    return not interpreted and _REGISTRY[name].why_not(device_type) is None
 
 
 def report() -> str:
@@ -122,5 +155,8 @@ def report() -> str:
             status += f" ({torch.ops.sassha_fast.cpu_isa()}, {torch.get_num_threads()} threads)"
         lines.append(f"  {name:<10} {backend.summary:<50} {status}")
     chosen = choose("auto", torch.device("cpu")).name
-    lines.append(f"backend='auto' takes {chosen!r} for parameters on the CPU, 'foreach' for other devices")
+    on_gpu = next(name for name in _PREFERENCE if _suits(name, "cuda"))
+    lines.append(
+        f"backend='auto' takes {chosen!r} for parameters on the CPU, {on_gpu!r} on GPUs, 'foreach' for other devices"
+    )
     return "\n".join(lines)

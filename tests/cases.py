@@ -12,10 +12,16 @@ from sassha_fast.foreach import ForeachPasses
 from sassha_fast.native import NativePasses
 from sassha_fast.passes import Members, Passes
 from sassha_fast.reference import compute_dtype
+from sassha_fast.triton_passes import TritonPasses
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 REDUCED = (torch.bfloat16, torch.float16)
-PASSES: dict[str, type[Passes]] = {"reference": Passes, "foreach": ForeachPasses, "native": NativePasses}
+PASSES: dict[str, type[Passes]] = {
+    "reference": Passes,
+    "foreach": ForeachPasses,
+    "native": NativePasses,
+    "triton": TritonPasses,
+}
 
 # ---- comparison ---------------------------------------------------------------------------------------------------
 
@@ -84,11 +90,14 @@ def _flat(*sizes: int) -> tuple[Spec, ...]:
 CASES = (
     # Around a Philox block (128) and a piece of the CPU's loop (16384).
     Case("sizes", _flat(0, 1, 3, 127, 128, 129, 16383, 16384, 16385, 50000)),
+    # Around a chunk of the Triton kernels (2048).
+    Case("chunks", _flat(2047, 2048, 2049, 4096)),
     Case("scalars", (Spec(()), Spec((1, 1)), Spec(()))),
     Case("empty_first", _flat(0, 130, 5)),
     Case("empty_middle", (Spec((40,)), Spec((3, 0)), Spec((129,)))),
     Case("empty_last", _flat(257, 0)),
     Case("all_empty", _flat(0, 0)),
+    Case("several", _flat(*((37 * i) % 271 for i in range(40)))),
     Case("many", _flat(*((37 * i) % 271 for i in range(300)))),
     Case("misaligned", (Spec((1000,), "misaligned"), Spec((4, 5001), "misaligned"), Spec((2,), "misaligned"))),
     Case("channels_last", (Spec((5, 8, 3, 7), "channels_last"), Spec((64, 33, 3, 3), "channels_last"), Spec((9,)))),
@@ -100,7 +109,7 @@ CASES = (
     ),
 )
 # What these check is the walk over the list, which knows two ways: types computed in place, and converted ones.
-_WALKS = ("scalars", "empty_first", "empty_middle", "empty_last", "all_empty", "many", "only_gaps")
+_WALKS = ("scalars", "empty_first", "empty_middle", "empty_last", "all_empty", "several", "many", "only_gaps")
 
 
 def _dtypes(case: Case) -> tuple[torch.dtype, ...]:
@@ -110,6 +119,11 @@ def _dtypes(case: Case) -> tuple[torch.dtype, ...]:
 
 
 PAIRS = [(case, dtype) for case in CASES for dtype in _dtypes(case)]
+
+
+def affordable(runner: str, case: Case) -> bool:
+    """Triton's interpreter takes some 20 ms for a chunk, and every tensor has one: several tensors are enough there."""
+    return runner != "triton" or case.name != "many"
 
 
 def pair_id(value: object) -> str | None:

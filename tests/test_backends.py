@@ -19,7 +19,7 @@ def test_auto_takes_the_kernels_on_the_cpu_and_foreach_elsewhere():
 
 
 def test_available_names_what_runs():
-    assert backends.available("cpu") == backends.names() == ["cpu", "foreach", "reference"]
+    assert backends.available("cpu") == backends.names() == ["cpu", "triton", "foreach", "reference"]
     assert backends.available("meta") == ["foreach", "reference"]
 
 
@@ -42,7 +42,7 @@ def test_a_library_that_was_not_built_is_said_so(monkeypatch, tmp_path):
     monkeypatch.setattr(backends.ops, "LIBRARY", tmp_path / "_native.so")
     backends.ops.load.cache_clear()
     try:
-        assert backends.available("cpu") == ["foreach", "reference"]
+        assert backends.available("cpu") == ["triton", "foreach", "reference"]
         assert backends.choose("auto", torch.device("cpu")).name == "foreach"
         with pytest.raises(RuntimeError, match="was not built; run `make build`"):
             backends.choose("cpu", torch.device("cpu"))

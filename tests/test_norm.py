@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from cases import CASES, N_GROUPS, PAIRS, PASSES, assert_same_bits, build, groups_of, members_of, pair_id
+from cases import (
+    CASES,
+    N_GROUPS,
+    PAIRS,
+    PASSES,
+    affordable,
+    assert_same_bits,
+    build,
+    groups_of,
+    members_of,
+    pair_id,
+)
 from tolerances import sum_bound
 
 from sassha_fast import reference
@@ -10,7 +21,12 @@ from sassha_fast import reference
 pytestmark = pytest.mark.usefixtures("native_ops")
 OPS = torch.ops.sassha_fast
 RUNNERS = ("ops", *PASSES)
-RUNS = [(case, dtype, runner) for case, dtype in PAIRS for runner in RUNNERS if case.dense or runner != "ops"]
+RUNS = [
+    (case, dtype, runner)
+    for case, dtype in PAIRS
+    for runner in RUNNERS
+    if (case.dense or runner != "ops") and affordable(runner, case)
+]
 BY_NAME = {case.name: case for case in CASES}
 
 

@@ -10,6 +10,7 @@ from cases import (
     PAIRS,
     PASSES,
     REDUCED,
+    affordable,
     assert_same_bits,
     build,
     clones,
@@ -81,8 +82,9 @@ def test_probe_rounds_its_length_to_float32_once():
     assert_same_bits(weights[0].abs(), torch.full((300,), 1.0 + 2.0**-23))
 
 
-@pytest.mark.parametrize("runner", PASSES)
-@pytest.mark.parametrize(("case", "dtype"), PAIRS, ids=pair_id)
+@pytest.mark.parametrize(
+    ("case", "dtype", "runner"), [(c, d, r) for c, d in PAIRS for r in PASSES if affordable(r, c)], ids=pair_id
+)
 def test_passes_number_signs_by_logical_element(case, dtype, runner):
     weights = build(case, dtype).weights
     passes = PASSES[runner](members_of(weights))
@@ -91,9 +93,21 @@ def test_passes_number_signs_by_logical_element(case, dtype, runner):
     assert_same_bits(signs, expected_signs(case, dtype)[::-1])
 
 
-def test_signs_stay_in_registers_only_where_memory_is_in_logical_order():
+PROBED = [(c, d, r) for c, d in PAIRS for r in PASSES if affordable(r, c)]
+
+
+@pytest.mark.parametrize(("case", "dtype", "runner"), PROBED, ids=pair_id)
+def test_passes_probe_in_every_layout(case, dtype, runner):
+    weights = build(case, dtype).weights
+    expected = expected_probe(weights, 0.1 + 2.0**-40)
+    PASSES[runner](members_of(weights)).probe(0.1 + 2.0**-40, SEED, DRAW)
+    assert_same_bits(weights, expected)
+
+
+@pytest.mark.parametrize("runner", ["native", "triton"])
+def test_signs_stay_in_registers_only_where_memory_is_in_logical_order(runner):
     for case in CASES:
         weights = build(case, torch.float32).weights
-        passes = PASSES["native"](members_of(weights))
+        passes = PASSES[runner](members_of(weights))
         found = [passes.signs_in_registers(i) for i in range(len(weights))]
         assert found == [spec.layout in ("contiguous", "misaligned") for spec in case.specs], case.name

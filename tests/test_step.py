@@ -12,6 +12,7 @@ from cases import (
     REDUCED,
     Case,
     Spec,
+    affordable,
     assert_same_bits,
     build,
     indices_of,
@@ -33,12 +34,22 @@ SEED, DRAW = 2**36 + 7, 31
 BY_NAME = {case.name: case for case in CASES}
 
 
-def takes(runner, case, mode):
+POWERS = (0.5, 1.0)
+
+
+def takes(runner, case, mode, power):
     # Operators want dense memory, and logical order where they draw the signs themselves.
-    return not runner.startswith("ops") or (case.dense and (case.row_major or mode != "unsigned"))
+    if runner.startswith("ops") and not (case.dense and (case.row_major or mode != "unsigned")):
+        return False
+    if runner == "triton":  # in whose interpreter a chunk takes long: no axis is left out, but not all are crossed
+        if case.name == "sizes" and mode == "signed":
+            return False
+        if power == 1.0 and case.name not in ("chunks", "misaligned", "mixed_dtypes"):
+            return False
+    return affordable(runner, case)
 
 
-RUNS = [(c, d, m, r) for c, d in PAIRS for m in MODES for r in RUNNERS if takes(r, c, m)]
+RUNS = [(c, d, m, r, p) for c, d in PAIRS for m in MODES for r in RUNNERS for p in POWERS if takes(r, c, m, p)]
 
 
 def cohorts_of(n):
@@ -129,8 +140,7 @@ def assert_stepped(lists, found, expected):
         assert abs(row[0] - trace) <= trace_bound(weight.numel(), magnitude, compute)
 
 
-@pytest.mark.parametrize("power", [0.5, 1.0])
-@pytest.mark.parametrize(("case", "dtype", "mode", "runner"), RUNS, ids=pair_id)
+@pytest.mark.parametrize(("case", "dtype", "mode", "runner", "power"), RUNS, ids=pair_id)
 def test_step_equals_the_reference(case, dtype, mode, runner, power):
     lists = build(case, dtype, nonfinite=True)
     found = step_by(runner, lists, scalars_for(power, mode), mode)
@@ -141,7 +151,7 @@ def test_step_equals_the_reference(case, dtype, mode, runner, power):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
 def test_general_power_stays_within_its_tolerance_and_state_is_bitwise(dtype, mode, runner):
-    case = BY_NAME["sizes"]
+    case = BY_NAME["chunks" if runner == "triton" else "sizes"]
     before, lists = (build(case, dtype, nonfinite=True) for _ in range(2))
     scalars = scalars_for(0.7, mode)
     step_by(runner, lists, scalars, mode)

@@ -1,0 +1,351 @@
+"""What can be known about the Triton kernels without a GPU: they are compiled for every target and read.
+
+    python -m bench.prove_triton                 the whole matrix; writes its section of docs/gpu.md
+    python -m bench.prove_triton --json --targets sm_80 gfx942 --dtypes float32
+
+Checked for every kernel: no spilled register, full chunks move in words of 128 bits only, and what they move is what
+the algorithm needs (DESIGN §3) with a tenth to spare. ``TRITON_INTERPRET`` must not be set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from sassha_fast.triton_kernels import access, math, norm, perturb, probe, step
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+DOCS = Path(__file__).parents[1] / "docs" / "gpu.md"
+BEGIN, END = "<!-- prove_triton: begin -->", "<!-- prove_triton: end -->"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+DTYPES = {"float32": tl.float32, "float64": tl.float64, "bfloat16": tl.bfloat16, "float16": tl.float16}
+ITEM = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+CHUNK, WORD = access.CHUNK.value, 16
+SLACK = 1.1
+
+# Types of the kernels' arguments. Pointers come from torch, which aligns them.
+TYPES = {
+    **{name: "*i64" for name in ("table", "spans", "noise_draw")},
+    **{name: "*fp64" for name in ("scalars", "tallies", "partials", "totals", "h")},
+    **{name: "i64" for name in ("seed", "draw")},
+    "chunks": "*i32",
+    "scales": "*fp32",
+    "column": "i32",
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One pass in one form.
+
+    Attributes:
+        name: The pass.
+        function: The kernel.
+        constants: Its compile-time arguments beside the dtype; None for tensors it does not get.
+        streams: How many times it reads or writes an element of the parameter's dtype, and of the state's; none of
+            either for sums over chunks, whose bytes are not counted.
+        types: Argument types that differ from ``TYPES``.
+        dtypes: Of parameters for which it is compiled; the kernels know no more of them than this.
+    """
+
+    name: str
+    function: object
+    constants: dict[str, object]
+    streams: tuple[int, int]
+    types: dict[str, str] | None = None
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+
+    def floor(self, dtype: str) -> int:
+        """Bytes per parameter that the algorithm needs."""
+        state = 8 if dtype == "float64" else 4
+        return self.streams[0] * ITEM[dtype] + self.streams[1] * state
+
+
+def _step(name: str, power: int, *, refresh: bool, at_random: bool = False, dtypes: Sequence[str] = ()) -> Kernel:
+    constants: dict[str, object] = {"POWER": power, "REFRESH": refresh, "AT_RANDOM": at_random}
+    constants.update({} if refresh else {"tallies": None})
+    constants.update({} if at_random else {"noise_draw": None})
+    # Reads b, g, m, D and writes p, m; a refresh also reads the product and writes D.
+    streams = (4, 4) if refresh else (3, 3)
+    return Kernel(name, step.step, constants, streams, dtypes=tuple(dtypes or DTYPES))
+
+
+_WIDE, _REDUCED = ("float32", "float64"), ("bfloat16", "float16")
+_DRAW = {"draw": "*i64"}
+KERNELS = (
+    Kernel("norm", norm.square_sums, {"ADAPTIVE": False}, (1, 0)),
+    Kernel("norm, adaptive", norm.square_sums, {"ADAPTIVE": True}, (2, 0), dtypes=("float32", "bfloat16")),
+    *(Kernel(f"finish, {n} per chunk", access.finish, {"WORDS": n}, (0, 0), dtypes=("float64",)) for n in (1, 3)),
+    Kernel("perturb", perturb.perturb, {"ADAPTIVE": False}, (4, 0), _DRAW),
+    Kernel("perturb, adaptive", perturb.perturb, {"ADAPTIVE": True}, (4, 0), _DRAW, ("float32", "bfloat16")),
+    Kernel("restore", perturb.restore, {}, (2, 0)),
+    Kernel("rademacher", probe.rademacher, {}, (1, 0)),
+    Kernel("probe", probe.probe, {}, (2, 0)),
+    _step("step", math.HALF.value, refresh=False),
+    _step("step, power 1", math.ONE.value, refresh=False, dtypes=_WIDE),
+    _step("step, any power", math.ANY.value, refresh=False, dtypes=_WIDE),
+    _step("step, rounded at random", math.HALF.value, refresh=False, at_random=True, dtypes=_REDUCED),
+    _step("refresh", math.HALF.value, refresh=True),
+    _step("refresh, power 1", math.ONE.value, refresh=True, dtypes=_WIDE),
+    _step("refresh, any power", math.ANY.value, refresh=True, dtypes=_WIDE),
+    _step("refresh, rounded at random", math.HALF.value, refresh=True, at_random=True, dtypes=_REDUCED),
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the assembly of a kernel says.
+
+    Attributes:
+        registers: Vector registers of a thread.
+        spills: Registers, instructions and bytes of memory that spilling takes.
+        parked: Scalar registers kept in lanes of a vector register (AMD), which costs no memory.
+        loads: 128-bit loads of a thread in the path of full chunks.
+        stores: 128-bit stores there.
+        ptx_loads: The same in PTX; equals ``loads`` on AMD, which has none.
+        ptx_stores: The same in PTX.
+        philox_multiplies: High halves of 32-bit products in PTX, of which a Philox call takes 20.
+        contracted: Multiplications fused with additions: in PTX, and in binaries of kernels that do not divide.
+        approximate: Divisions and roots that may not be correctly rounded, and operations that flush subnormals.
+        shared: Bytes of shared memory of a program.
+        bytes: Bytes per parameter in the path of full chunks.
+        floor: Bytes per parameter that the algorithm needs.
+    """
+
+    kernel: str
+    dtype: str
+    target: str
+    registers: int
+    spills: int
+    parked: int
+    loads: int
+    stores: int
+    ptx_loads: int
+    ptx_stores: int
+    philox_multiplies: int
+    contracted: int
+    approximate: int
+    shared: int
+    bytes: float
+    floor: int
+
+    def faults(self) -> list[str]:
+        """What is wrong with it."""
+        found = []
+        if self.spills:
+            found.append(f"{self.spills} spills")
+        if self.contracted:
+            found.append(f"{self.contracted} contractions")
+        if self.approximate:
+            found.append(f"{self.approximate} approximate operations")
+        if self.floor and (self.loads, self.stores) != (self.ptx_loads, self.ptx_stores):
+            found.append(f"{self.loads}+{self.stores} words in the binary, {self.ptx_loads}+{self.ptx_stores} in PTX")
+        if self.bytes < self.floor:  # the rest moves in shorter words
+            found.append(f"only {self.bytes:g} of {self.floor} bytes per parameter in words of 128 bits")
+        if self.floor and self.bytes > SLACK * self.floor:
+            found.append(f"{self.bytes:g} bytes per parameter, {self.floor} would do")
+        return [f"{self.kernel}, {self.dtype}, {self.target}: {fault}" for fault in found]
+
+
+# ---- compiling and reading ----------------------------------------------------------------------------------------
+
+
+def compiled(function: object, constants: dict[str, object], types: dict[str, str] | None, target: GPUTarget) -> object:
+    """The kernel for a target, with the options of a launch."""
+    known = {**TYPES, **(types or {})}
+    signature = {name: "constexpr" if name in constants else known[name] for name in function.arg_names}
+    attributes = {
+        (i,): [["tt.divisibility", WORD]] for i, name in enumerate(function.arg_names) if signature[name][0] == "*"
+    }
+    options = access.launch_options(constants.get("T"), target.warp_size)
+    return triton.compile(ASTSource(function, signature, constants, attributes), target=target, options=options)
+
+
+def _tool(name: str, option: str, binary: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        return subprocess.run([TOOLS / name, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _count(pattern: str, text: str) -> int:
+    return len(re.findall(pattern, text))
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"prove_triton: no {pattern!r} in the compiler's output")
+    return int(found[1])
+
+
+def _nvidia(asm: dict, *, divides: bool) -> dict[str, int]:
+    sass, usage, ptx = _tool("nvdisasm", "-c", asm["cubin"]), _tool("cuobjdump", "-res-usage", asm["cubin"]), asm["ptx"]
+    word = r"\.(?:v4\.b32|v2\.b64)\b"
+    return {
+        "registers": _number(r"REG:(\d+)", usage),
+        "spills": _number(r"LOCAL:(\d+)", usage) + _count(r"\b(?:LDL|STL)\b", sass),
+        "parked": 0,
+        "loads": _count(r"\bLDG\.E[.\w]*\.128\b", sass),
+        "stores": _count(r"\bSTG\.E[.\w]*\.128\b", sass),
+        "ptx_loads": _count(r"\bld\.global[.\w:]*?" + word, ptx),
+        "ptx_stores": _count(r"\bst\.global[.\w:]*?" + word, ptx),
+        "philox_multiplies": _count(r"\bmul\.hi\.u32\b", ptx) + _count(r"\bmul\.wide\.u32\b", ptx),
+        "approximate": _count(r"\b(?:div|sqrt|rcp|rsqrt)\.(?:approx|full)|\.ftz\b", ptx),
+        "contracted": _count(r"\bfma\.rn\b", ptx) + (0 if divides else _count(r"\b[FD]FMA\b", sass)),
+    }
+
+
+def _amd(asm: dict, *, divides: bool) -> dict[str, int]:
+    text = asm["amdgcn"]
+    loads, stores = (_count(rf"\b(?:global|buffer)_{what}_dwordx4\b", text) for what in ("load", "store"))
+    memory = _number(r"\.private_segment_fixed_size:\s+(\d+)", text)
+    return {
+        "registers": _number(r"\.vgpr_count:\s+(\d+)", text),
+        "spills": _number(r"\.vgpr_spill_count:\s+(\d+)", text) + memory,
+        "parked": _number(r"\.sgpr_spill_count:\s+(\d+)", text),
+        "loads": loads,
+        "stores": stores,
+        "ptx_loads": loads,
+        "ptx_stores": stores,
+        "philox_multiplies": _count(r"\bv_mul_hi_u32\b", text),
+        "approximate": _count(r"!fpmath|\bafn\b|\barcp\b|\bfast\b", asm["llir"]),
+        "contracted": 0 if divides else _count(r"\bv_(?:pk_)?(?:fma|mac|mad|fmac)_f(?:32|64)", text),
+    }
+
+
+def figures(kernel: Kernel, dtype: str, target: str) -> Figures:
+    """Compiles a kernel and reads what came out."""
+    constants = {**kernel.constants, **({"T": DTYPES[dtype]} if kernel.floor(dtype) else {})}
+    built = compiled(kernel.function, constants, kernel.types, TARGETS[target])
+    read_binary = _amd if target.startswith("gfx") else _nvidia
+    # Divisions and roots are made of fused steps, in PTX only those of the library's power.
+    read = read_binary(built.asm, divides=kernel.function is step.step)
+    if kernel.constants.get("POWER") == math.ANY.value:
+        read["contracted"] = read["approximate"] = 0
+    moved = (read["loads"] + read["stores"]) * WORD * access.threads_of(DTYPES[dtype]) / CHUNK
+    return Figures(
+        kernel.name,
+        dtype,
+        target,
+        **read,
+        shared=built.metadata.shared,
+        bytes=moved,
+        floor=kernel.floor(dtype),
+    )
+
+
+def matrix(targets: Sequence[str], dtypes: Sequence[str], kernels: Sequence[str]) -> list[Figures]:
+    """Figures of the named kernels."""
+    return [
+        figures(kernel, dtype, target)
+        for target in targets
+        for kernel in KERNELS
+        for dtype in dtypes
+        if kernel.name in kernels and dtype in kernel.dtypes
+    ]
+
+
+NOTES = """\
+How to read it, and where these kernels differ from the CUDA ones:
+
+- A program is 256 threads on a chunk of 2048 parameters, 512 in float64, so a thread has two words of 128 bits of every
+  stream of float32 or float64 at once, and one of bfloat16 or float16. All loads of a chunk are in flight together,
+  which is where the registers go. A thread that takes one word at a time needs fewer. No GPU has timed either choice.
+- The path for the last chunk of a tensor and for addresses that are no multiple of 16 bytes accesses single elements
+  under a mask. Both paths call the same functions, so the code, not the registers, is about twice that of one path.
+  Programs decide by the addresses in their own row: nothing is specialised on alignment.
+- "Moved" counts the words of the path of full chunks. Beside them a program reads 12 bytes that say which chunk is its
+  own, its row of the table and its scalars, less than 0.2 bytes per parameter, from caches after the first program.
+- Shared memory (at most {shared} bytes) regroups elements where loads and stores differ in width: bfloat16 and float16
+  beside float32 state, and last chunks. Full float32 and float64 chunks do without.
+- Squares are added in double, as everywhere. On GPUs with one double unit in 64 these, and not memory, may be
+  what the norm waits for.
+- A general power is `pow` of the vendor's device library, as in CUDA: its last bits are the vendor's. Powers ½ and 1
+  are bit for bit the reference.
+- Updates of all kinds of products share one kernel: signs that a product does not need are computed and not used.
+"""
+
+# ---- the report ---------------------------------------------------------------------------------------------------
+
+
+def section(found: Sequence[Figures], targets: Sequence[str]) -> str:
+    """The figures as a section of docs/gpu.md."""
+    cells = {(f.kernel, f.dtype, f.target): f for f in found}
+    lines = [
+        "## Triton",
+        "",
+        f"Compiled by Triton {triton.__version__} for each target, without a GPU; `make prove-triton` writes this "
+        "section and fails if a kernel spills, contracts, approximates, moves a full chunk in anything but words of "
+        "128 bits (`ld.global.v4.b32` or `v2.b64` in PTX and `LDG.E.128` in SASS, `global_load_dwordx4` or "
+        "`buffer_load_dwordx4` on gfx942, and the same for stores), or moves more than a tenth above the floor. "
+        "The last columns are registers of a thread.",
+        "",
+        "| kernel | dtype | floor, bytes per parameter | moved | " + " | ".join(targets) + " |",
+        "|---|---|---|---|" + "---|" * len(targets),
+    ]
+    for name, dtype in dict.fromkeys((f.kernel, f.dtype) for f in found):
+        row = [cells[name, dtype, target] for target in targets]
+        moved = sorted({f"{f.bytes:g}" if f.floor else "-" for f in row})
+        registers = " | ".join(str(f.registers) for f in row)
+        lines.append(f"| {name} | {dtype} | {row[0].floor or '-'} | {' or '.join(moved)} | {registers} |")
+    spills, contracted = sum(f.spills for f in found), sum(f.contracted for f in found)
+    lines += ["", f"{len(found)} kernels compiled; spills: {spills}; contractions: {contracted}.", ""]
+    for f in found:
+        if f.parked:
+            where = f"{f.kernel}, {f.dtype}, {f.target}"
+            lines += [f"{where}: {f.parked} scalar registers wait in lanes of a vector register, not in memory.", ""]
+    lines.append(NOTES.format(shared=max(f.shared for f in found)))
+    return "\n".join(lines)
+
+
+def write(text: str) -> None:
+    """Puts the section between its markers in docs/gpu.md."""
+    if not DOCS.exists():
+        DOCS.parent.mkdir(exist_ok=True)
+        DOCS.write_text(f"# The GPU kernels, as far as compilers can tell\n\n{BEGIN}\n{END}\n")
+    page = DOCS.read_text()
+    if BEGIN not in page:
+        page = f"{page.rstrip()}\n\n{BEGIN}\n{END}\n"
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    DOCS.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    names = [kernel.name for kernel in KERNELS]
+    parser.add_argument("--kernels", nargs="+", default=names, choices=names)
+    parser.add_argument("--json", action="store_true", help="print the figures and write nothing")
+    arguments = parser.parse_args()
+    asked = (arguments.targets, arguments.dtypes, arguments.kernels)
+    found = matrix(*asked)
+    if arguments.json:
+        print(json.dumps([asdict(f) for f in found]))
+        return 0
+    faults = [fault for f in found for fault in f.faults()]
+    for fault in faults:
+        print(fault)
+    if not faults:
+        text = section(found, arguments.targets)
+        print(text)
+        if asked == (list(TARGETS), list(DTYPES), names):
+            write(text)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""Backend ``triton``: the Triton kernels, on GPUs of NVIDIA and AMD, or on the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from .capturable import DeviceScalars
+from .passes import Members
+from .scalars import StepScalars
+from .tables import (
+    DTYPE,
+    EXP_AVG,
+    FLAGS,
+    GRAD,
+    HESSIAN,
+    INDEX,
+    LAYOUT,
+    NUMEL,
+    OWNS_BUFFER,
+    PARAM,
+    ROW_WORDS,
+    TablePasses,
+)
+from .triton_kernels import access, math, norm, perturb, probe, step
+
+__all__ = ["Chunks", "TritonPasses"]
+
+# DType of csrc/params.h, and what the kernels call it.
+DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+KERNEL_DTYPES = (tl.float32, tl.float64, tl.bfloat16, tl.float16)
+REDUCED = (2, 3)
+CHUNK: int = access.CHUNK.value
+TALLY_WORDS = 3
+SPAN = 8 * CHUNK  # partial results that one program adds: a single one would add those of a huge tensor for too long
+
+
+def _uploaded(values: Tensor, device: torch.device, kept: list[Tensor] | None = None) -> Tensor:
+    """The values in memory of the device, by a copy that nobody waits for.
+
+    The copy reads pinned memory, which torch does not hand out again before it is done. A copy that is captured reads
+    it at every replay, so it must outlive the graph: ``kept`` gets it.
+    """
+    if device.type == "cpu":
+        return values
+    pinned = values.pin_memory()
+    if kept is not None and torch.cuda.is_current_stream_capturing():
+        kept.append(pinned)
+    return pinned.to(device, non_blocking=True)
+
+
+class Chunks:
+    """Which chunk of which row each program takes, on the device: built once, as sizes stand while a plan does.
+
+    Partial results lie in the order of groups, rows and chunks, so those of a group and those of a row are spans.
+
+    Attributes:
+        launches: For each dtype its code and the chunks of all its tensors.
+        total: Number of chunks.
+        group_spans: First partial result of each group, and the end, in levels: each adds what the one before gave.
+        row_spans: The same for each row.
+    """
+
+    def __init__(
+        self, numels: Sequence[int], dtypes: Sequence[int], groups: Sequence[int], n_groups: int, device: torch.device
+    ) -> None:
+        """Cuts tensors of these sizes into chunks."""
+        sizes, kinds = torch.tensor(numels, dtype=torch.int64), torch.tensor(dtypes, dtype=torch.int64)
+        belongs = torch.tensor(groups, dtype=torch.int64)
+        order = torch.argsort(belongs, stable=True)
+        counts = ((sizes + (CHUNK - 1)) // CHUNK)[order]
+        ends = torch.cumsum(counts, 0)
+        starts = ends - counts
+        places = torch.arange(int(counts.sum()))
+        rows = torch.repeat_interleave(order, counts)
+        numbers = places - torch.repeat_interleave(starts, counts)
+        entries = torch.stack((rows, numbers, places), dim=1).to(torch.int32)
+        self.total = len(places)
+        self.launches: list[tuple[int, Tensor]] = []
+        for kind in sorted(set(dtypes)):
+            mine = entries[kinds[rows] == kind]
+            if len(mine):
+                self.launches.append((kind, _uploaded(mine.contiguous(), device)))
+        row_spans = torch.empty(len(sizes), 2, dtype=torch.int64)
+        row_spans[order] = torch.stack((starts, ends), dim=1)
+        self.row_spans = [_uploaded(level, device) for level in _levels(row_spans)]
+        group_spans = _spans(torch.bincount(belongs[rows], minlength=n_groups))
+        self.group_spans = [_uploaded(level, device) for level in _levels(group_spans)]
+
+
+def _spans(lengths: Tensor) -> Tensor:
+    """First and last of consecutive spans of these lengths."""
+    ends = torch.cumsum(lengths, 0)
+    return torch.stack((ends - lengths, ends), dim=1)
+
+
+def _levels(spans: Tensor) -> list[Tensor]:
+    """Spans of at most ``SPAN`` entries, then spans of their results, until one is left for each of ``spans``."""
+    begins, ends = spans.unbind(1)
+    pieces = (ends - begins + (SPAN - 1)) // SPAN
+    if len(spans) == 0 or int(pieces.max()) <= 1:
+        return [spans]
+    numbers = torch.arange(int(pieces.sum())) - torch.repeat_interleave(torch.cumsum(pieces, 0) - pieces, pieces)
+    first = torch.repeat_interleave(begins, pieces) + numbers * SPAN
+    last = torch.minimum(first + SPAN, torch.repeat_interleave(ends, pieces))
+    return [torch.stack((first, last), dim=1), *_levels(_spans(pieces))]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Starts kernels on one device.
+
+    Attributes:
+        device: Whose current stream takes them.
+        warp_size: Threads of a warp there, which is the vendor's choice.
+    """
+
+    device: torch.device
+    warp_size: int
+
+    @classmethod
+    def on(cls, device: torch.device) -> Launcher:
+        """The launcher of a device."""
+        return cls(device, 32 if device.type == "cpu" else torch.cuda.get_device_properties(device).warp_size)
+
+    def __call__(self, kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+        """Runs a kernel, unless there is nothing to do."""
+        if programs == 0:
+            return
+        options = access.launch_options(constants.get("T"), self.warp_size)
+        if self.device.type == "cpu":
+            kernel[(programs,)](*args, **constants, **options)
+            return
+        with torch.cuda.device(self.device):
+            kernel[(programs,)](*args, **constants, **options)
+
+
+class TritonPasses(TablePasses):
+    """Passes of the Triton kernels."""
+
+    name = "triton"
+
+    def __init__(self, members: Members) -> None:
+        """Writes the table, and beside it which chunk each program takes."""
+        self.device = members.weights[0].device
+        for name, weight in zip(members.names, members.weights, strict=True):
+            if weight.device != self.device:
+                raise RuntimeError(
+                    f"SASSHA: {name} is on {weight.device}, but {members.names[0]} is on {self.device}; "
+                    "one set of passes takes the parameters of one device"
+                )
+        self.launcher = Launcher.on(self.device)
+        super().__init__(members)
+        kinds, own = self.columns[DTYPE].tolist(), members.take(self.native)
+        numels = self.columns[NUMEL].tolist()
+        self.chunks = Chunks(numels, kinds, own.groups, members.n_groups, self.device)
+        # Signs are numbered by logical element of the whole parameter: the probe leaves other rows alone.
+        probed = [w.is_contiguous() and own.shard(i) is None for i, w in enumerate(own.weights)]
+        self.probed_chunks = self.chunks
+        if not all(probed):
+            sizes = [n if mine else 0 for n, mine in zip(numels, probed, strict=True)]
+            self.probed_chunks = Chunks(sizes, kinds, own.groups, members.n_groups, self.device)
+        self.sign_chunks: tuple[list[tuple[int, int]], Chunks] | None = None
+        self.mirrored: Tensor | None = None  # the table as it was uploaded last
+        self.mirror = self.table
+        self.captured: list[Tensor] = []
+        self.power = math.HALF.value
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def device_table(self) -> Tensor:
+        """The table where the kernels read it. It is uploaded only if it has changed."""
+        if self.device.type == "cpu":
+            return self.table
+        if torch.cuda.is_current_stream_capturing():  # what is copied now arrives when the graph is replayed
+            return _uploaded(self.table, self.device, self.captured)
+        if self.mirrored is None or not torch.equal(self.table, self.mirrored):
+            self.mirrored = self.table.clone()
+            self.mirror = _uploaded(self.mirrored, self.device)
+        return self.mirror
+
+    def scalar_table(self, scalars: Sequence[StepScalars]) -> Tensor:
+        """See :meth:`TablePasses.scalar_table`. Numbers that are on the device already stay there."""
+        powers = set(scalars.powers if isinstance(scalars, DeviceScalars) else [s.power for s in scalars])
+        self.power = {0.5: math.HALF, 1.0: math.ONE}.get(powers.pop() if len(powers) == 1 else -1.0, math.ANY).value
+        if isinstance(scalars, DeviceScalars):
+            return scalars.table
+        late = [(i, j, v) for i, row in enumerate(scalars) for j, v in enumerate(row) if isinstance(v, Tensor)]
+        rows = [[0.0 if isinstance(v, Tensor) else v for v in row] for row in scalars] if late else scalars
+        table = _uploaded(torch.tensor(rows, dtype=torch.float64), self.device, self.captured)
+        for i, j, value in late:
+            table[i, j].copy_(value.reshape(()), non_blocking=True)
+        return table
+
+    def _doubles(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float64, device=self.device)
+
+    # ---- kernels ------------------------------------------------------------------------------------------------
+
+    def bind(self, column: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
+        """See :meth:`TablePasses.bind`."""
+        if column == PARAM:
+            self.columns[DTYPE].copy_(torch.tensor([DTYPES[w.dtype] for w in tensors], dtype=torch.int64))
+            self.columns[NUMEL].copy_(torch.tensor([w.numel() for w in tensors], dtype=torch.int64))
+            self.columns[LAYOUT].copy_(torch.tensor([not w.is_contiguous() for w in tensors], dtype=torch.int64))
+        misfits = 0
+        addresses = array("q")
+        for position, weight, tensor in zip(self.native, self.weights, tensors, strict=True):
+            if tensor.device != weight.device:
+                raise RuntimeError(
+                    f"SASSHA: {self.members.names[position]} is on {weight.device}, but its gradient or state is on "
+                    f"{tensor.device}; move the model before the optimizer is built, or reload its state"
+                )
+            expected = weight.dtype
+            if column in (EXP_AVG, HESSIAN) and expected != torch.float64:
+                expected = torch.float32
+            fits = tensor.layout == torch.strided and tensor.dtype == expected and _same_order(tensor, weight)
+            misfits += not fits
+            addresses.append(tensor.data_ptr() if fits else 0)
+        if misfits:
+            return misfits, 0
+        if addresses:
+            self.columns[column].copy_(torch.frombuffer(addresses, dtype=torch.int64))
+        return 0, self._mark_owned(tensors) if column == GRAD else 0
+
+    def _mark_owned(self, grads: Sequence[Tensor]) -> int:
+        """Marks the rows whose gradient is alone in its storage, and returns how many are not."""
+        owned = [g.untyped_storage().nbytes() == g.numel() * g.element_size() for g in grads]
+        ranges = sorted(
+            (g.data_ptr(), g.data_ptr() + g.numel() * g.element_size(), i) for i, g in enumerate(grads) if g.numel()
+        )
+        end, last = 0, 0  # of the range that reaches furthest so far
+        for begin, stop, i in ranges:
+            if begin < end:
+                owned[i] = owned[last] = False
+            if stop > end:
+                end, last = stop, i
+        flags = self.columns[FLAGS]
+        marks = torch.tensor(owned, dtype=torch.int64) * OWNS_BUFFER
+        flags.copy_((flags & ~OWNS_BUFFER) | marks)
+        return len(owned) - sum(owned)
+
+    def _square_sums(self, column: int, adaptive: bool) -> Tensor:
+        table, partials = self.device_table(), self._doubles(self.chunks.total)
+        for kind, chunks in self.chunks.launches:
+            constants = {"T": KERNEL_DTYPES[kind], "ADAPTIVE": adaptive}
+            self.launcher(norm.square_sums, len(chunks), table, chunks, partials, column, **constants)
+        return self._finish(partials, self.chunks.group_spans, 1)
+
+    def _finish(self, partials: Tensor, levels: list[Tensor], words: int) -> Tensor:
+        for spans in levels:
+            totals = self._doubles(len(spans), words)
+            self.launcher(access.finish, len(spans), partials, spans, totals, WORDS=words)
+            partials = totals
+        return partials
+
+    def kernel_square_sums(self, adaptive: bool) -> Tensor:
+        """See :meth:`TablePasses.kernel_square_sums`."""
+        return self._square_sums(GRAD, adaptive).flatten()
+
+    def kernel_weight_square_sum(self) -> Tensor:
+        """See :meth:`TablePasses.kernel_weight_square_sum`."""
+        return self._square_sums(PARAM, False).sum()
+
+    def kernel_perturb(self, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
+        """See :meth:`TablePasses.kernel_perturb`."""
+        table = self.device_table()
+        for kind, chunks in self.chunks.launches:
+            constants = {"T": KERNEL_DTYPES[kind], "ADAPTIVE": adaptive}
+            self.launcher(perturb.perturb, len(chunks), table, chunks, scales, draw, seed, **constants)
+
+    def kernel_restore(self) -> None:
+        """See :meth:`TablePasses.kernel_restore`."""
+        table = self.device_table()
+        for kind, chunks in self.chunks.launches:
+            self.launcher(perturb.restore, len(chunks), table, chunks, T=KERNEL_DTYPES[kind])
+
+    def kernel_rademacher(self, outs: list[Tensor], indices: list[int], seed: int, draw: int) -> None:
+        """See :meth:`TablePasses.kernel_rademacher`."""
+        sizes = [(out.numel(), DTYPES[out.dtype]) for out in outs]
+        if self.sign_chunks is None or self.sign_chunks[0] != sizes:
+            numels, kinds = [n for n, _ in sizes], [kind for _, kind in sizes]
+            self.sign_chunks = sizes, Chunks(numels, kinds, [0] * len(outs), 1, self.device)
+        rows = torch.zeros(len(outs), ROW_WORDS, dtype=torch.int64)
+        rows[:, PARAM] = torch.tensor([out.data_ptr() for out in outs], dtype=torch.int64)
+        rows[:, NUMEL] = torch.tensor([n for n, _ in sizes], dtype=torch.int64)
+        rows[:, INDEX] = torch.tensor(indices, dtype=torch.int64)
+        table = _uploaded(rows, self.device, self.captured)
+        for kind, chunks in self.sign_chunks[1].launches:
+            self.launcher(probe.rademacher, len(chunks), table, chunks, seed, draw, T=KERNEL_DTYPES[kind])
+
+    def kernel_probe(self, weights: list[Tensor], indices: list[int], h: float, seed: int, draw: int) -> None:
+        """See :meth:`TablePasses.kernel_probe`. The weights are the rows whose signs the kernel can number."""
+        del weights, indices
+        table = self.device_table()
+        length = _uploaded(torch.tensor([h], dtype=torch.float64), self.device, self.captured)
+        for kind, chunks in self.probed_chunks.launches:
+            self.launcher(probe.probe, len(chunks), table, chunks, length, seed, draw, T=KERNEL_DTYPES[kind])
+
+    def kernel_step(self, scalars: Tensor, seed: int, noise_draw: Tensor | None) -> None:
+        """See :meth:`TablePasses.kernel_step`."""
+        self._step(scalars, None, seed, 0, noise_draw)
+
+    def kernel_refresh_step(self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None) -> Tensor:
+        """See :meth:`TablePasses.kernel_refresh_step`."""
+        partials = self._doubles(self.chunks.total, TALLY_WORDS).zero_()  # what a skipped update counts
+        self._step(scalars, partials, seed, draw, noise_draw)
+        return self._finish(partials, self.chunks.row_spans, TALLY_WORDS)
+
+    def _step(self, scalars: Tensor, tallies: Tensor | None, seed: int, draw: int, noise: Tensor | None) -> None:
+        table = self.device_table()
+        for kind, chunks in self.chunks.launches:
+            at_random = noise is not None and kind in REDUCED
+            constants = {"POWER": self.power, "REFRESH": tallies is not None, "AT_RANDOM": at_random}
+            tensors = (table, chunks, scalars, tallies, noise if at_random else None)
+            self.launcher(step.step, len(chunks), *tensors, seed, draw, T=KERNEL_DTYPES[kind], **constants)
+
+
+def _same_order(tensor: Tensor, weight: Tensor) -> bool:
+    """Whether equal offsets in memory are equal elements."""
+    if tensor.shape != weight.shape:
+        return False
+    return tensor.stride() == weight.stride() or (tensor.is_contiguous() and weight.is_contiguous())

@@ -1,0 +1,161 @@
+"""The update: restore, decay, both moving averages, bias correction, root, division, descent, in one pass."""
+
+import triton
+import triton.language as tl
+
+from .access import (
+    BACKUP,
+    CHUNK_ROWS,
+    COHORT,
+    EXP_AVG,
+    FLAGS,
+    GRAD,
+    HESSIAN,
+    INDEX,
+    PARAM,
+    PROBE_GRADIENT,
+    PRODUCT,
+    SIGNED_PRODUCT,
+    chunk_of,
+    inside,
+    load,
+    store,
+    takes_words,
+)
+from .math import (
+    STEP_SCALAR_WORDS,
+    StepScalars,
+    curvature,
+    denominator,
+    descend,
+    is_finite,
+    momentum,
+    narrow,
+    round_stochastically,
+    times_sign,
+    widen,
+)
+from .philox import UPDATE_NOISE, noise_bits, sign_bits
+
+
+@triton.jit
+def rounded(scalars, cohort, C: tl.constexpr):
+    """The scalars of a cohort, rounded once to the compute type."""
+    at = scalars + cohort * STEP_SCALAR_WORDS
+    return StepScalars(
+        tl.load(at).to(C),
+        tl.load(at + 1).to(C),
+        tl.load(at + 2).to(C),
+        tl.load(at + 3).to(C),
+        tl.load(at + 4).to(C),
+        tl.load(at + 5).to(C),
+        tl.load(at + 6).to(C),
+        tl.load(at + 7).to(C),
+        tl.load(at + 8).to(C),
+        tl.load(at + 9).to(C),
+        tl.load(at + 10).to(C),
+        tl.load(at + 11).to(C),
+        tl.load(at + 12).to(C),
+        tl.load(at + 13).to(C),
+    )
+
+
+@triton.jit
+def curvature_sample(row, begin, product, g, seed, draw, s, T: tl.constexpr, FULL: tl.constexpr):
+    """z * Hz of a chunk, averaged over probes.
+
+    What the product is does not make kernels of its own: the differences are two selections, and signs that nobody
+    needs cost less than the memory they wait for.
+    """
+    flags = tl.load(row + FLAGS)
+    raw = widen(load(row, product, begin, T, FULL))
+    hz = tl.where((flags & PROBE_GRADIENT) != 0, raw - g, raw) * s.product_scale
+    bits = sign_bits(seed, tl.load(row + INDEX), draw, begin, CHUNK_ROWS)
+    return times_sign(hz, tl.where((flags & SIGNED_PRODUCT) != 0, 0, bits).to(tl.uint32))
+
+
+@triton.jit
+def step_of(
+    row,
+    begin,
+    addresses,
+    s,
+    tally,
+    seed,
+    draw,
+    noise_draw,
+    T: tl.constexpr,
+    C: tl.constexpr,
+    POWER: tl.constexpr,
+    REFRESH: tl.constexpr,
+    AT_RANDOM: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """One chunk. All is read before anything is written, as the backup may be the parameter."""
+    param, grad, backup, exp_avg, hessian, product = addresses
+    x = widen(load(row, backup, begin, T, FULL))
+    g = widen(load(row, grad, begin, T, FULL))
+    m = load(row, exp_avg, begin, C, FULL)
+    d = load(row, hessian, begin, C, FULL)
+    bias2 = s.bias2
+    if REFRESH:
+        # A row without a product reads its gradient in its place, and refreshes nothing.
+        refreshes = product != 0
+        h = curvature_sample(row, begin, tl.where(refreshes, product, grad), g, seed, draw, s, T, FULL)
+        finite = is_finite(tl.where(refreshes, h, float("nan")))
+        # A product that is not finite leaves D and its correction as they were.
+        d = tl.where(finite, curvature(d, h, s), d)
+        bias2 = tl.where(finite, s.bias2, tl.where(refreshes, s.bias2_kept, s.bias2))
+        counted = finite
+        if not FULL:
+            counted = finite & inside(row, begin)
+        tl.store(tally, tl.sum(tl.sum(tl.where(counted, h, 0.0).to(tl.float64), axis=1), axis=0))
+        tl.store(tally + 1, tl.sum(tl.sum((counted & (h < 0)).to(tl.int32), axis=1), axis=0).to(tl.float64))
+        tl.store(tally + 2, tl.sum(tl.sum(counted.to(tl.int32), axis=1), axis=0).to(tl.float64))
+    m = momentum(m, g, s)  # before the power, which needs many registers
+    denom = denominator(d, bias2, s, POWER)
+    moved = descend(x, m, d, denom, s)
+    if AT_RANDOM:
+        noise = noise_bits(seed, tl.load(row + INDEX), noise_draw, begin, CHUNK_ROWS, UPDATE_NOISE)
+        moved = round_stochastically(moved, noise, T)
+    store(row, param, begin, narrow(moved, T), T, FULL)
+    store(row, exp_avg, begin, m, C, FULL)
+    if REFRESH:
+        store(row, hessian, begin, d, C, FULL)
+
+
+@triton.jit(do_not_specialize=["seed", "draw"])
+def step(
+    table,
+    chunks,
+    scalars,
+    tallies,
+    noise_draw,
+    seed: tl.int64,
+    draw: tl.int64,
+    T: tl.constexpr,
+    POWER: tl.constexpr,
+    REFRESH: tl.constexpr,
+    AT_RANDOM: tl.constexpr,
+):
+    """The update of x in the backups, which may be the parameters; with products where REFRESH."""
+    C: tl.constexpr = tl.float64 if T == tl.float64 else tl.float32
+    row, begin, place = chunk_of(table, chunks)
+    s = rounded(scalars, tl.load(row + COHORT), C)
+    param, grad, backup = tl.load(row + PARAM), tl.load(row + GRAD), tl.load(row + BACKUP)
+    exp_avg, hessian, product = tl.load(row + EXP_AVG), tl.load(row + HESSIAN), tl.load(row + PRODUCT)
+    addresses = (param, grad, backup, exp_avg, hessian, product)
+    seed, draw = seed.to(tl.int64), draw.to(tl.int64)
+    number, used, tally = seed, param | grad | backup | exp_avg | hessian, scalars
+    if AT_RANDOM:
+        number = tl.load(noise_draw)
+    if REFRESH:
+        used |= product
+        tally = tallies + place * 3
+    if s.skip != 0:  # gradients overflowed: the tally stays 0
+        if param != backup:  # so rare that the short words of the last chunk do
+            store(row, param, begin, load(row, backup, begin, T, False), T, False)
+    elif takes_words(row, begin, used):
+        step_of(row, begin, addresses, s, tally, seed, draw, number, T, C, POWER, REFRESH, AT_RANDOM, True)
+    else:
+        step_of(row, begin, addresses, s, tally, seed, draw, number, T, C, POWER, REFRESH, AT_RANDOM, False)
