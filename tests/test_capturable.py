@@ -64,6 +64,14 @@ def test_capturable_training_has_the_bits_of_the_other(backend, closure, dtype, 
         assert_same_bits([entry["exp_avg"]], [wanted["exp_avg"]])
 
 
+def test_capturable_training_in_triton_has_the_bits_of_the_other():
+    pytest.importorskip("triton")
+    found, opt = trained(5, "triton", True, capturable=True, **CLIPPED)
+    expected, _ = trained(5, "cpu", True, **CLIPPED)
+    assert_same_bits(snapshot(found), snapshot(expected))
+    assert opt.stats.refreshes == 2
+
+
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1, "skip_nonfinite": True}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("backend", BACKENDS)
