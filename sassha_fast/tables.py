@@ -203,7 +203,7 @@ class TablePasses(Passes):
             theirs = [cohorts[i] for i in self.odd]
             rest = self.rest.step(scalars, theirs, mine, seed, draw, restore=restore, noise_draw=noise_draw)
             if rest is not None and tallies is not None:
-                both = torch.zeros(len(cohorts), rest.shape[1], dtype=torch.float64)
+                both = torch.zeros(len(cohorts), rest.shape[1], dtype=torch.float64, device=rest.device)
                 both[self.native], both[self.odd] = tallies, rest
                 tallies = both
         return tallies

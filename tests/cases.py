@@ -6,6 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from sim import SimPasses
 from torch import Tensor
 
 from sassha_fast.foreach import ForeachPasses
@@ -15,7 +16,12 @@ from sassha_fast.reference import compute_dtype
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 REDUCED = (torch.bfloat16, torch.float16)
-PASSES: dict[str, type[Passes]] = {"reference": Passes, "foreach": ForeachPasses, "native": NativePasses}
+PASSES: dict[str, type[Passes]] = {
+    "reference": Passes,
+    "foreach": ForeachPasses,
+    "native": NativePasses,
+    "cuda_sim": SimPasses,
+}
 
 # ---- comparison ---------------------------------------------------------------------------------------------------
 
@@ -84,6 +90,8 @@ def _flat(*sizes: int) -> tuple[Spec, ...]:
 CASES = (
     # Around a Philox block (128) and a piece of the CPU's loop (16384).
     Case("sizes", _flat(0, 1, 3, 127, 128, 129, 16383, 16384, 16385, 50000)),
+    # Around a vector of any dtype (2, 4, 8) and a chunk of the device kernels (8192).
+    Case("chunks", _flat(2, 4, 5, 7, 8, 9, 8191, 8192, 8193, 24577)),
     Case("scalars", (Spec(()), Spec((1, 1)), Spec(()))),
     Case("empty_first", _flat(0, 130, 5)),
     Case("empty_middle", (Spec((40,)), Spec((3, 0)), Spec((129,)))),
