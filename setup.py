@@ -116,7 +116,9 @@ class Ninja:
                 f"nvcc = {self.nvcc} -ccbin {find_compiler()}",
                 f"cuda_flags = {' '.join([*CUDA_FLAGS, *arch_flags()])} {includes}",
                 *self.rule("cuda", "$nvcc -MD -MF $out.d $cuda_flags -c $in -o $out", depfile=True),
-                *self.rule("cuda_link", "$nvcc -shared -cudart static -o $out $in $libs"),
+                # Through libtorch a torch with CUDA brings libtorch_cuda and the current stream; nothing else of it is
+                # referred to, so the linker must be told to keep it.
+                *self.rule("cuda_link", "$nvcc -shared -cudart static -Xlinker --no-as-needed -o $out $in $libs"),
             ]
 
     @staticmethod

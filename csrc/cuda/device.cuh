@@ -53,7 +53,9 @@ inline void copy_to_device(void* to, const void* from, size_t bytes, Queue queue
 template <typename... Params, typename... Args>
 void launch(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, Queue queue, Args... args) {
   if (blocks == 0) return;
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, queue> > >(args...);
+  // clang-format off
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, queue>>>(args...);
+  // clang-format on
   check_runtime(SASSHA_RUNTIME(GetLastError)(), name);
 }
 
