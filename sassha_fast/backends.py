@@ -24,12 +24,14 @@ class Backend:
         summary: One line for the report.
         passes: Loads the class that runs the passes.
         why_not: None if it runs on a device of this type, else the reason.
+        home: The type of device that the report asks about.
     """
 
     name: str
     summary: str
     passes: Callable[[], type[Passes]]
     why_not: Callable[[str], str | None]
+    home: str = "cpu"
 
 
 def _load_native() -> type[Passes]:
@@ -44,6 +46,25 @@ def _native_why_not(device_type: str) -> str | None:
     return ops.load()
 
 
+def _load_cuda() -> type[Passes]:
+    from .cuda import CudaPasses
+
+    return CudaPasses
+
+
+def _cuda_why_not(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return f"its kernels run on CUDA devices, not on {device_type}"
+    reason = ops.load()
+    if reason is not None:
+        return reason
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("sassha_fast::step_", "CUDA"):
+        return f"{ops.LIBRARY.name} was built without CUDA; build it again with SASSHA_CUDA=1 and nvcc"
+    if torch.version.hip is not None:
+        return "its kernels are built for CUDA, and this torch is for ROCm"
+    return None if torch.cuda.is_available() else "torch finds no CUDA device"
+
+
 def _everywhere(device_type: str) -> str | None:
     del device_type
     return None
@@ -53,11 +74,13 @@ _REGISTRY = {
     backend.name: backend
     for backend in (
         Backend("cpu", "C++ kernels, one parallel pass over all tensors", _load_native, _native_why_not),
+        Backend("cuda", "CUDA kernels, one launch per pass and dtype", _load_cuda, _cuda_why_not, home="cuda"),
         Backend("foreach", "torch._foreach_* operations, any device", lambda: ForeachPasses, _everywhere),
         Backend("reference", "plain torch operations, the oracle of the tests", lambda: Passes, _everywhere),
     )
 }
-_PREFERENCE = ("cpu", "foreach")  # what "auto" tries, in order
+_FUSED = ("cpu", "cuda")  # what "fused" tries, in order
+_PREFERENCE = (*_FUSED, "foreach")  # what "auto" tries
 
 
 def names() -> list[str]:
@@ -84,7 +107,7 @@ def resolve(backend: str, *, foreach: bool | None = None, fused: bool | None = N
     if foreach:
         asked = "foreach"
     elif fused:
-        asked = "cpu"
+        asked = "fused"
     elif foreach is False and fused is False:
         asked = "reference"
     if backend not in ("auto", asked):
@@ -97,10 +120,15 @@ def resolve(backend: str, *, foreach: bool | None = None, fused: bool | None = N
 def choose(backend: str, device: torch.device) -> type[Passes]:
     """The passes of a backend for a device.
 
-    ``"auto"`` takes the fastest that runs there. A backend named by the user raises if it does not.
+    ``"auto"`` takes the fastest that runs there, ``"fused"`` the kernels of the device. A backend named by the user
+    raises if it does not run.
     """
     if backend == "auto":
         backend = next(name for name in _PREFERENCE if _REGISTRY[name].why_not(device.type) is None)
+    if backend == "fused":
+        running = [name for name in _FUSED if _REGISTRY[name].why_not(device.type) is None]
+        at_home = [name for name in _FUSED if _REGISTRY[name].home == device.type]
+        backend = (running or at_home or list(_FUSED))[0]
     reason = _REGISTRY[backend].why_not(device.type)
     if reason is not None:
         raise RuntimeError(
@@ -111,16 +139,16 @@ def choose(backend: str, device: torch.device) -> type[Passes]:
 
 
 def report() -> str:
-    """A table of backends for people: which run on the CPU here, and why the others do not."""
+    """A table of backends for people: which run here, each on the devices it is for, and why the others do not."""
     from . import __version__
 
     lines = [f"sassha_fast {__version__}, torch {torch.__version__}, Python {platform.python_version()}"]
     for name, backend in _REGISTRY.items():
-        reason = backend.why_not("cpu")
+        reason = backend.why_not(backend.home)
         status = "ok" if reason is None else f"unavailable: {reason}"
         if name == "cpu" and reason is None:
             status += f" ({torch.ops.sassha_fast.cpu_isa()}, {torch.get_num_threads()} threads)"
         lines.append(f"  {name:<10} {backend.summary:<50} {status}")
-    chosen = choose("auto", torch.device("cpu")).name
-    lines.append(f"backend='auto' takes {chosen!r} for parameters on the CPU, 'foreach' for other devices")
+    chosen = [choose("auto", torch.device(device)).name for device in ("cpu", "cuda")]
+    lines.append(f"backend='auto' takes {chosen[0]!r} on the CPU, {chosen[1]!r} on CUDA devices, 'foreach' elsewhere")
     return "\n".join(lines)

@@ -108,7 +108,7 @@ class Updating(Refreshing):
         if self.capturable:
             taken = 1 if not isinstance(skip, Tensor) else (skip == 0).to(torch.int64).reshape(())
             torch._foreach_add_(steps, taken)
-            if torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 return  # nothing happens now; replayed() tells when it does
             for entry in states:
                 entry[HESSIAN_STEP] = next_clock
