@@ -44,6 +44,12 @@ test: $(BUILT) $(SIM) ## run the tests
 test-large: $(BUILT) $(SIM) ## run the tests that need 14 GB of memory
 	$(BIN)/python -m pytest tests -m slow
 
+mutants: $(BUILT) $(SIM) ## break the CUDA kernels in many ways and see that the tests notice each
+	$(BIN)/python tests/mutants.py
+
+prove-gpu: $(INSTALLED) ## read registers, accesses and occupancy from GPU machine code into docs/gpu.md; no GPU needed
+	$(BIN)/python bench/prove_gpu.py
+
 demo: $(BUILT) ## train digits with AdamW, SAM and SASSHA side by side
 	$(BIN)/python -m examples.digits
 

@@ -206,4 +206,5 @@ class NativeDistribution(Distribution):
         return True
 
 
-setup(distclass=NativeDistribution, cmdclass={"build_ext": NinjaBuild, "bdist_wheel": AnyPythonWheel})
+if __name__ == "__main__":  # bench/prove_gpu.py reads the flags
+    setup(distclass=NativeDistribution, cmdclass={"build_ext": NinjaBuild, "bdist_wheel": AnyPythonWheel})

@@ -18,6 +18,7 @@ from training import assert_same_state, make_loss, make_net, snapshot, state_of,
 
 from sassha_fast import SASSHA, backends, ops
 from sassha_fast.cuda import KEPT, Mirrors
+from sassha_fast.passes import Passes, Product
 from sassha_fast.scalars import StepScalars
 
 pytestmark = pytest.mark.usefixtures("native_ops")
@@ -91,6 +92,83 @@ def test_signs_and_probes_have_the_same_bits_in_every_order_of_threads(case, dty
         assert_same_bits(weights, expected)
         OPS.rademacher_(weights, indices_of(len(weights)), SEED, DRAW)
     assert_same_bits(weights, expected_signs(case, dtype))
+
+
+# ---- the ways of an update ----------------------------------------------------------------------------------------
+
+
+def step_like_the_reference(case, dtype, scalars, products, noise=None, order=4):
+    """Updates by the simulator and by the reference; compares bits and tallies, and returns the simulator's lists."""
+    results = []
+    for passes_class in (Passes, SimPasses):
+        lists = build(case, dtype, nonfinite=True)
+        passes = passes_class(members_of(lists.weights))
+        passes.bind_state(lists.exp_avgs, lists.hessians)
+        passes.bind_grads(lists.grads)
+        found = None if products is None else products(lists)
+        with thread_order(order):
+            tallies = passes.step(scalars, cohorts_of(len(lists.weights)), found, SEED, DRAW, noise_draw=noise)
+        results.append((lists, tallies))
+    (expected, expected_tallies), (lists, tallies) = results
+    for column in ("weights", "exp_avgs", "hessians"):
+        assert_same_bits(getattr(lists, column), getattr(expected, column), column)
+    if products is not None:
+        assert_same_bits(tallies[:, 1:], expected_tallies[:, 1:])
+    return lists
+
+
+@pytest.mark.parametrize("order", [0, 1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=pair_id)
+def test_gradients_at_a_probe_give_the_reference_s_curvature(dtype, order):
+    def probed(lists):
+        return [Product(p, signed=False, probed=True) for p in lists.products]
+
+    step_like_the_reference(BY_NAME["chunks"], dtype, scalars_for(0.5, "unsigned"), probed, order=order)
+
+
+@pytest.mark.parametrize("order", [0, 1, 4])
+def test_rows_of_one_launch_may_differ_in_their_products(order):
+    def mixed(lists):
+        kinds = (None, {"signed": True}, {"signed": False}, {"signed": False, "probed": True})
+        options = [kinds[i % 4] for i in range(len(lists.products))]
+        return [None if o is None else Product(p, **o) for p, o in zip(lists.products, options, strict=True)]
+
+    scalars = scalars_for(0.5, "unsigned")
+    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, order=order)
+    scalars[1] = scalars[1]._replace(power=1.0)
+    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, order=order)
+
+
+@pytest.mark.parametrize("mode", ["ordinary", "signed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=pair_id)
+@pytest.mark.parametrize("case", [BY_NAME["chunks"], BY_NAME["misaligned"]], ids=pair_id)
+def test_updates_round_at_random_like_the_reference(case, dtype, mode):
+    products = None if mode == "ordinary" else lambda lists: [Product(p, signed=True) for p in lists.products]
+    step_like_the_reference(case, dtype, scalars_for(0.5, mode), products, noise=torch.tensor([17]))
+
+
+@pytest.mark.parametrize("mode", ["ordinary", "signed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=pair_id)
+def test_skipped_cohorts_only_restore(dtype, mode):
+    case, scalars = BY_NAME["chunks"], scalars_for(0.5, mode)
+    scalars[1] = scalars[1]._replace(skip=1.0)
+    lists = build(case, dtype)
+    before = build(case, dtype)
+    passes = SimPasses(members_of(lists.weights))
+    passes.bind_state(lists.exp_avgs, lists.hessians)
+    passes.bind_grads(lists.grads, overwrite=True)
+    passes.perturb(SCALES, adaptive=False, take_grads=False, seed=1, draw=torch.tensor([2]))
+    passes.bind_grads(before.grads)
+    n = len(lists.weights)
+    products = None if mode == "ordinary" else [Product(p, signed=True) for p in lists.products]
+    tallies = passes.step(scalars, cohorts_of(n), products, 1, 2, restore=True)
+    for column in ("weights", "exp_avgs", "hessians"):
+        assert_same_bits(getattr(lists, column)[1::2], getattr(before, column)[1::2], column)
+        assert not torch.equal(getattr(lists, column)[-2], getattr(before, column)[-2]) or (mode, column) == (
+            "ordinary",
+            "hessians",
+        )
+    assert tallies is None or tallies[1::2].eq(0).all()
 
 
 # ---- operators on lists -------------------------------------------------------------------------------------------

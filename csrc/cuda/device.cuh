@@ -69,6 +69,17 @@ __device__ __forceinline__ V shuffle_down(V value, int delta) {
 #endif
 }
 
+// threadIdx.x, read again: the special register costs nothing to keep.
+__device__ __forceinline__ int thread_index() {
+#if defined(__HIPCC__)
+  return static_cast<int>(threadIdx.x);
+#else
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+#endif
+}
+
 // Keeps what was read from shared memory before from staying in registers.
 __device__ __forceinline__ void forget_shared() { asm volatile("" ::: "memory"); }
 
@@ -81,6 +92,8 @@ __device__ __forceinline__ void* global_pointer(int64_t address) {
   return __cvta_global_to_generic(static_cast<size_t>(address));
 #endif
 }
+
+using Vector = uint4;
 
 template <typename T>
 __device__ __forceinline__ void check_vector_address(const T*) {}

@@ -45,23 +45,32 @@ __device__ __forceinline__ T* at(int64_t address, int64_t begin) {
   return static_cast<T*>(global_pointer(address)) + begin;
 }
 
+// How many elements a block has, and how many of them go in vectors.
+struct Extent {
+  int size;
+  int whole;
+};
+
+template <int kWidth>
+__device__ __forceinline__ Extent extent_of(int size, bool wide) {
+  return {size, wide ? size - size % kWidth : 0};
+}
+
 // Calls f(Width<n>, offset) for the elements of this thread: vectors as far as they go if all addresses allow it, and
 // single elements. Loops are not unrolled: with 2048 threads on a multiprocessor one vector each of every operand is
 // several times what keeps the memory busy, and registers are what limits the number of threads.
 template <int kWidth, typename F>
-__device__ __forceinline__ void for_each(int size, bool wide, const F& f) {
-  const int whole = wide ? size - size % kWidth : 0;
-  const int thread = static_cast<int>(threadIdx.x);
+__device__ __forceinline__ void for_each(const Extent& extent, const F& f) {
 #pragma unroll 1
-  for (int offset = thread * kWidth; offset < whole; offset += kThreads * kWidth) f(Width<kWidth>{}, offset);
+  for (int i = thread_index() * kWidth; i < extent.whole; i += kThreads * kWidth) f(Width<kWidth>{}, i);
 #pragma unroll 1
-  for (int offset = whole + thread; offset < size; offset += kThreads) f(Width<1>{}, offset);
+  for (int i = extent.whole + thread_index(); i < extent.size; i += kThreads) f(Width<1>{}, i);
 }
 
 // Copies bits, whatever they mean.
 template <typename T>
 __device__ __forceinline__ void copy(const Piece& piece, int64_t to, int64_t from) {
-  for_each<kVector<T>>(piece.size, aligned(to, from), [&](auto width, int offset) {
+  for_each<kVector<T>>(extent_of<kVector<T>>(piece.size, aligned(to, from)), [&](auto width, int offset) {
     T raw[decltype(width)::value];
     load_raw(at<const T>(from, piece.begin + offset), raw);
     store_raw(at<T>(to, piece.begin + offset), raw);

@@ -15,16 +15,16 @@ __global__ void __launch_bounds__(kThreads) square_sum_kernel(Table table, Parti
   const T* grad = at<const T>(piece.row.grad, piece.begin);
   const T* param = at<const T>(piece.row.param, piece.begin);
   double sum[1] = {0};
-  for_each<kVector<T>>(piece.size, kAdaptive ? aligned(piece.row.grad, piece.row.param) : aligned(piece.row.grad),
-                       [&](auto width, int offset) {
-                         constexpr int n = decltype(width)::value;
-                         C g[n], x[n];
-                         load(grad + offset, g);
-                         if constexpr (kAdaptive) load(param + offset, x);
+  const Extent extent =
+      extent_of<kVector<T>>(piece.size, kAdaptive ? aligned(piece.row.grad, piece.row.param) : aligned(piece.row.grad));
+  for_each<kVector<T>>(extent, [&](auto width, int offset) {
+    constexpr int n = decltype(width)::value;
+    C g[n], x[n];
+    load(grad + offset, g);
+    if constexpr (kAdaptive) load(param + offset, x);
 #pragma unroll
-                         for (int j = 0; j < n; ++j)
-                           sum[0] = add_square(sum[0], kAdaptive ? absolute(x[j]) * g[j] : g[j]);
-                       });
+    for (int j = 0; j < n; ++j) sum[0] = add_square(sum[0], kAdaptive ? absolute(x[j]) * g[j] : g[j]);
+  });
   block_sum(sum);
   if (threadIdx.x == 0) partials[blockIdx.x] = {sum[0], piece.row.group};
 }

@@ -19,24 +19,23 @@ __global__ void __launch_bounds__(kThreads) perturb_kernel(Table table, AscentAr
     return;
   }
   const Stream stream{args.seed, static_cast<uint32_t>(piece.row.index), static_cast<uint32_t>(*args.draw)};
-  for_each<kVector<T>>(piece.size, aligned(piece.row.param, piece.row.backup, piece.row.grad),
-                       [&](auto width, int offset) {
-                         constexpr int n = decltype(width)::value;
-                         T raw[n];
-                         C g[n], x[n];
-                         load_raw(param + offset, raw);
-                         load(grad + offset, g);
+  const Extent extent = extent_of<kVector<T>>(piece.size, aligned(piece.row.param, piece.row.backup, piece.row.grad));
+  for_each<kVector<T>>(extent, [&](auto width, int offset) {
+    constexpr int n = decltype(width)::value;
+    T raw[n];
+    C g[n], x[n];
+    load_raw(param + offset, raw);
+    load(grad + offset, g);
 #pragma unroll
-                         for (int j = 0; j < n; ++j) {
-                           x[j] = widen(raw[j]);
-                           x[j] = x[j] + (kAdaptive ? adaptive_ascent(scale, g[j], x[j]) : ascent(scale, g[j]));
-                         }
-                         // Rounding to nearest would lose most of a small eps.
-                         if constexpr (sizeof(T) == 2)
-                           round_stochastically<T>(x, stream, piece.begin + offset, kAscentNoise);
-                         store_raw(backup + offset, raw);
-                         store(param + offset, x);
-                       });
+    for (int j = 0; j < n; ++j) {
+      x[j] = widen(raw[j]);
+      x[j] = x[j] + (kAdaptive ? adaptive_ascent(scale, g[j], x[j]) : ascent(scale, g[j]));
+    }
+    // Rounding to nearest would lose most of a small eps.
+    if constexpr (sizeof(T) == 2) round_stochastically<T>(x, stream, piece.begin + offset, kAscentNoise);
+    store_raw(backup + offset, raw);
+    store(param + offset, x);
+  });
 }
 
 template <typename T>

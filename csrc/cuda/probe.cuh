@@ -12,7 +12,8 @@ __global__ void __launch_bounds__(kThreads) rademacher_kernel(Table table, uint6
   const Piece piece = piece_of(table);
   T* out = at<T>(piece.row.param, piece.begin);
   draw_signs(words, {seed, static_cast<uint32_t>(piece.row.index), draw}, piece);
-  for_each<kVector<T>>(piece.size, aligned(piece.row.param), [&](auto width, int offset) {
+  const Extent extent = extent_of<kVector<T>>(piece.size, aligned(piece.row.param));
+  for_each<kVector<T>>(extent, [&](auto width, int offset) {
     constexpr int n = decltype(width)::value;
     const uint32_t signs = signs_at(words, offset);
     C z[n];
@@ -30,7 +31,8 @@ __global__ void __launch_bounds__(kThreads) probe_kernel(Table table, double h, 
   T* param = at<T>(piece.row.param, piece.begin);
   const C length = static_cast<C>(h);
   draw_signs(words, {seed, static_cast<uint32_t>(piece.row.index), draw}, piece);
-  for_each<kVector<T>>(piece.size, aligned(piece.row.param), [&](auto width, int offset) {
+  const Extent extent = extent_of<kVector<T>>(piece.size, aligned(piece.row.param));
+  for_each<kVector<T>>(extent, [&](auto width, int offset) {
     constexpr int n = decltype(width)::value;
     const uint32_t signs = signs_at(words, offset);
     C x[n];

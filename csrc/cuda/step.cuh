@@ -28,31 +28,33 @@ template <typename C>
 struct Common {
   Row row;
   int64_t begin;
-  int size;
+  Extent extent;
   StepScalars<C> scalars;
+  uint32_t noise_draw;
   uint32_t words[kSignWords];  // signs of a refresh
 };
 
 // Ends in a barrier.
-template <typename C>
+template <typename T, typename C>
 __device__ __forceinline__ void share(Common<C>& common, const Piece& piece, const StepArgs& args) {
   if (threadIdx.x == 0) {
-    common.row = piece.row;
+    const Row& row = piece.row;
+    const bool wide = aligned(row.param, row.backup, row.grad, row.exp_avg, row.hessian, row.product);
+    common.row = row;
     common.begin = piece.begin;
-    common.size = piece.size;
-    common.scalars = rounded<C>(args.scalars[piece.row.cohort]);
+    common.extent = extent_of<kVector<T>>(piece.size, wide);
+    common.scalars = rounded<C>(args.scalars[row.cohort]);
+    if (sizeof(T) == 2 && args.noise_draw != nullptr) common.noise_draw = static_cast<uint32_t>(*args.noise_draw);
   }
   __syncthreads();
 }
 
 template <typename T, Power kPower, bool kRefresh>
-__device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, const StepArgs& args, Count* count) {
+__device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, const StepArgs& args, Count* counts) {
   using C = Compute<T>;
   const StepScalars<C>& s = common.scalars;
   const Row& row = common.row;
-  const bool wide =
-      aligned(row.param, row.backup, row.grad, row.exp_avg, row.hessian) && (!kRefresh || aligned(row.product));
-  for_each<kVector<T>>(common.size, wide, [&](auto width, int offset) {
+  for_each<kVector<T>>(common.extent, [&](auto width, int offset) {
     constexpr int n = decltype(width)::value;
     C x[n], g[n], m[n], d[n], denom[n];
     forget_shared();
@@ -63,7 +65,7 @@ __device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, con
       C h[n];
       load(at<const T>(row.product, common.begin + offset), h);
       const uint32_t signs = signs_at(common.words, offset);
-      Count seen = *count;
+      Count seen = counts[thread_index()];
 #pragma unroll
       for (int j = 0; j < n; ++j) {
         forget_shared();
@@ -74,7 +76,7 @@ __device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, con
         seen.negative += known && h[j] < 0 ? 1 : 0;
         seen.finite += known ? 1 : 0;
       }
-      *count = seen;
+      counts[thread_index()] = seen;
 #pragma unroll
       for (int j = 0; j < n; ++j) {
         forget_shared();
@@ -105,7 +107,7 @@ __device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, con
     }
     if constexpr (sizeof(T) == 2) {
       if (args.noise_draw != nullptr) {
-        const Stream noise{args.seed, static_cast<uint32_t>(row.index), static_cast<uint32_t>(*args.noise_draw)};
+        const Stream noise{args.seed, static_cast<uint32_t>(row.index), common.noise_draw};
         round_stochastically<T>(x, noise, common.begin + offset, kUpdateNoise);
       }
     }
@@ -119,7 +121,7 @@ template <typename T, Power kPower>
 __global__ void __launch_bounds__(kThreads, kBlocks<T>) step_kernel(Table table, StepArgs args) {
   __shared__ Common<Compute<T>> common;
   const Piece piece = piece_of(table);
-  share(common, piece, args);
+  share<T>(common, piece, args);
   if (common.scalars.skip != 0) {
     copy<T>(piece, piece.row.param, piece.row.backup);
     return;
@@ -133,11 +135,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     refresh_step_kernel(Table table, StepArgs args, Tally* partials) {
   __shared__ Common<Compute<T>> common;
   const Piece piece = piece_of(table);
-  share(common, piece, args);
+  share<T>(common, piece, args);
   const Product product = product_of(piece.row);
   __shared__ Count counts[kThreads];  // its own for every thread, and in shared memory for the sake of registers
-  Count& count = counts[threadIdx.x];
-  count = {0, 0, 0};
+  counts[threadIdx.x] = {0, 0, 0};
   if (common.scalars.skip != 0) {
     copy<T>(piece, piece.row.param, piece.row.backup);
   } else if (product == Product::kNone) {
@@ -149,8 +150,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     } else {
       draw_signs(common.words, {args.seed, static_cast<uint32_t>(piece.row.index), args.draw}, piece);
     }
-    step_piece<T, kPower, true>(common, args, &count);
+    step_piece<T, kPower, true>(common, args, counts);
   }
+  const Count count = counts[threadIdx.x];
   double sums[3] = {count.trace, static_cast<double>(count.negative), static_cast<double>(count.finite)};
   block_sum(sums);
   if (threadIdx.x == 0) partials[blockIdx.x] = {sums[0], sums[1], sums[2]};

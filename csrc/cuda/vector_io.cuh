@@ -7,15 +7,11 @@
 
 namespace sassha::cuda {
 
-constexpr int kVectorBytes = 16;
+constexpr int kVectorBytes = sizeof(Vector);
 
 // Elements that a thread takes at once. Divides kSignsPerCall, and kNoisePerCall where noise is drawn.
 template <typename T>
 constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));
-
-struct alignas(kVectorBytes) Vector {
-  uint32_t word[4];
-};
 
 template <int kWidth>
 struct Width {
@@ -28,6 +24,14 @@ __device__ __forceinline__ bool aligned(A... addresses) {
   return ((addresses % kVectorBytes == 0) && ...);
 }
 
+// Word by word: the compiler joins these into one access, and splits an assignment of the whole.
+__device__ __forceinline__ void assign(Vector& to, const Vector& from) {
+  to.x = from.x;
+  to.y = from.y;
+  to.z = from.z;
+  to.w = from.w;
+}
+
 template <int kWidth, typename T>
 __device__ __forceinline__ void load_raw(const T* from, T (&to)[kWidth]) {
   if constexpr (kWidth == 1) {
@@ -37,7 +41,7 @@ __device__ __forceinline__ void load_raw(const T* from, T (&to)[kWidth]) {
     check_vector_address(from);
     Vector pieces[kPieces];
 #pragma unroll
-    for (int k = 0; k < kPieces; ++k) pieces[k] = reinterpret_cast<const Vector*>(from)[k];
+    for (int k = 0; k < kPieces; ++k) assign(pieces[k], reinterpret_cast<const Vector*>(from)[k]);
     memcpy(to, pieces, sizeof(to));
   }
 }
@@ -52,7 +56,7 @@ __device__ __forceinline__ void store_raw(T* to, const T (&from)[kWidth]) {
     Vector pieces[kPieces];
     memcpy(pieces, from, sizeof(from));
 #pragma unroll
-    for (int k = 0; k < kPieces; ++k) reinterpret_cast<Vector*>(to)[k] = pieces[k];
+    for (int k = 0; k < kPieces; ++k) assign(reinterpret_cast<Vector*>(to)[k], pieces[k]);
   }
 }
 
