@@ -32,8 +32,8 @@ $(BUILT): $(INSTALLED) $(SOURCES)
 
 build: $(BUILT) ## set up .venv and build the native library, incrementally
 
-$(SIM): $(BUILT) tests/sim.cpp
-	$(BIN)/ninja -C build/native _cuda_sim.so
+$(SIM): $(BUILT) $(wildcard tests/*.cpp)
+	$(BIN)/ninja -C build/native _cuda_sim.so cuda_sim_watched
 	touch $@
 
 sim: $(SIM) ## build the CUDA kernels for the CPU, on which the tests run them

@@ -50,6 +50,7 @@ CUDA_FLAGS = [
 CUDA_ARCHS = "75,80,86,89,90,100,120"
 CUDA_FLOOR = (12, 8)  # the first release that knows sm_100 and sm_120
 # The same kernels for g++ on csrc/cuda/sim.h: a library for the tests, which is no part of the package.
+SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -ffunction-sections"
 SIM_FLAGS = ["-O2", "-DSASSHA_SIM", "-DSASSHA_NAMESPACE=sassha_fast_sim", "-DSASSHA_DISPATCH=CPU"]
 
 
@@ -141,7 +142,7 @@ class Ninja:
 
 
 def write_ninja(build_dir: Path, target: Path) -> Path:
-    """Writes build.ninja for the library, the default, and for the simulator."""
+    """Writes build.ninja for the library, the default, and for the simulator: a library and a program."""
     ninja, csrc = Ninja(), ROOT / "csrc"
     shared = [(csrc / f"{name}.cpp", name) for name in ("ops", "bind")]
     objects = [ninja.compile(source, name) for source, name in shared]
@@ -161,6 +162,12 @@ def write_ninja(build_dir: Path, target: Path) -> Path:
         sim.append(ninja.compile(csrc / "cuda" / f"{name}.cu", f"sim_cuda_{name}", f"{sim_flags} -x c++"))
     sim.append(ninja.compile(ROOT / "tests" / "sim.cpp", "sim_sim", sim_flags))
     ninja.link(Path("_cuda_sim.so"), sim)
+    watched = f"-O1 -DSASSHA_SIM {SANITIZERS}"
+    main = [ninja.compile(ROOT / "tests" / "sim_main.cpp", "watched_main", watched)]
+    for name in CUDA_SOURCES[1:]:
+        main.append(ninja.compile(csrc / "cuda" / f"{name}.cu", f"watched_{name}", f"{watched} -x c++"))
+    ninja.lines += ninja.rule("program", f"$cxx {SANITIZERS} -Wl,--gc-sections -o $out $in")
+    ninja.lines.append(f"build cuda_sim_watched: program {' '.join(main)}")
     text = "\n".join([*ninja.lines, f"default {ninja.quote(target)}"]) + "\n"
     build_dir.mkdir(parents=True, exist_ok=True)
     path = build_dir / "build.ninja"

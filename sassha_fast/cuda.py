@@ -115,7 +115,7 @@ class CudaPasses(NativePasses):
         if isinstance(scalars, DeviceScalars):
             return scalars.table
         numbers = [[0.0 if isinstance(v, Tensor) else v for v in row] for row in scalars]
-        pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        pinned = torch.tensor(numbers, dtype=torch.float64, device="cpu", pin_memory=self.device.type == "cuda")
         table = pinned.to(self.device, non_blocking=True)
         for i, value in enumerate(chain.from_iterable(scalars)):
             if isinstance(value, Tensor):

@@ -1,5 +1,6 @@
 """The tensor lists that the passes of every backend are tested on, and the comparison of bits."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -9,6 +10,7 @@ import torch
 from sim import SimPasses
 from torch import Tensor
 
+from sassha_fast.cuda import CudaPasses
 from sassha_fast.foreach import ForeachPasses
 from sassha_fast.native import NativePasses
 from sassha_fast.passes import Members, Passes
@@ -16,12 +18,12 @@ from sassha_fast.reference import compute_dtype
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 REDUCED = (torch.bfloat16, torch.float16)
-PASSES: dict[str, type[Passes]] = {
-    "reference": Passes,
-    "foreach": ForeachPasses,
-    "native": NativePasses,
-    "cuda_sim": SimPasses,
-}
+DEVICE = os.environ.get("SASSHA_TEST_DEVICE", "cpu")  # see conftest.py
+PASSES: dict[str, type[Passes]] = {"reference": Passes, "foreach": ForeachPasses}
+if DEVICE == "cpu":
+    PASSES |= {"native": NativePasses, "cuda_sim": SimPasses}
+else:
+    PASSES |= {"native": CudaPasses}
 
 # ---- comparison ---------------------------------------------------------------------------------------------------
 
@@ -152,7 +154,7 @@ class Lists(NamedTuple):
 
 
 def build(
-    case: Case, dtype: torch.dtype, *, seed: int = 0, nonfinite: bool = False, device: str | torch.device = "cpu"
+    case: Case, dtype: torch.dtype, *, seed: int = 0, nonfinite: bool = False, device: str | torch.device = DEVICE
 ) -> Lists:
     """Values for a case: curvature has unknown (−0), zero and positive elements, products some exact zeros.
 
@@ -173,15 +175,15 @@ def build(
 
 @cache
 def _values(case: Case, dtype: torch.dtype, seed: int, nonfinite: bool) -> list[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     out = []
     for position, spec in enumerate(case.specs):
         kind = spec.dtype or dtype
         state = compute_dtype(kind)
-        number = torch.arange(torch.Size(spec.shape).numel()).reshape(spec.shape) + position
+        number = torch.arange(torch.Size(spec.shape).numel(), device="cpu").reshape(spec.shape) + position
 
         def normal(scale: float, dtype: torch.dtype, shape: tuple[int, ...] = spec.shape) -> Tensor:
-            return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+            return (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") * scale).to(dtype)
 
         hessian = normal(1.0, state).square()
         hessian[number % 7 == 0] = -0.0

@@ -1,14 +1,49 @@
 """Fixtures of all tests."""
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 
 from sassha_fast import ops
 
+# What holds on any device. The other modules are about the CPU, the simulator, or what no device changes.
+ON_ANY_DEVICE = {
+    "test_norm",
+    "test_perturb",
+    "test_probe",
+    "test_step",
+    "test_philox",
+    "test_parity",
+    "test_cuda_device",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    with suppress(ValueError):  # the benchmarks have the same option
+        parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the kernels under test run")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") == "cpu":
+        return
+    for item in items:
+        if not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="--device cuda, but torch finds no GPU"))
+        elif Path(item.path).parent == Path(__file__).parent and Path(item.path).stem not in ON_ANY_DEVICE:
+            item.add_marker(pytest.mark.skip(reason="not about a device"))
+        elif item.get_closest_marker("cpu"):
+            item.add_marker(pytest.mark.skip(reason="about the CPU kernels"))
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cpu: about the CPU kernels alone; skipped with --device cuda")
+    os.environ["SASSHA_TEST_DEVICE"] = config.getoption("--device")  # before the modules of tests are imported
+    if config.getoption("--device") == "cuda" and torch.cuda.is_available():
+        torch.set_default_device("cuda")
     # The authors' loop needs create_graph=True; the optimizer detaches the gradients, which breaks the cycle.
     config.addinivalue_line("filterwarnings", "ignore:Using backward:UserWarning")
     # Waking a second thread costs more than these small tensors; the tests of thread counts ask for two.

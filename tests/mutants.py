@@ -84,14 +84,14 @@ MUTANTS = (
     Mutant(
         "second half of a wide load",
         "cuda/vector_io.cuh",
-        "reinterpret_cast<const Vector*>(from)[k]",
-        "reinterpret_cast<const Vector*>(from)[0]",
+        "reinterpret_cast<const Vector*>(from) + k",
+        "reinterpret_cast<const Vector*>(from)",
     ),
     Mutant(
         "second half of a wide store",
         "cuda/vector_io.cuh",
-        "reinterpret_cast<Vector*>(to)[k]",
-        "reinterpret_cast<Vector*>(to)[0]",
+        "reinterpret_cast<Vector*>(to) + k",
+        "reinterpret_cast<Vector*>(to)",
     ),
     # ---- sums
     Mutant("a warp sums half of its lanes", "cuda/multi_tensor.cuh", "delta = kWarp / 2", "delta = kWarp / 4"),
@@ -178,7 +178,17 @@ def build(folder: Path) -> bool:
 
 def survives(folder: Path) -> bool:
     """Whether the tests of the simulator pass in the copy."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-k", "cuda_sim or test_cuda", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-k",
+        "(cuda_sim or test_cuda) and not sanitizers",
+        "-p",
+        "no:cacheprovider",
+    ]
     tests = [f"tests/test_{name}.py" for name in ("cuda", "norm", "perturb", "step", "probe")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import CASES, N_GROUPS, Case, Spec, assert_same_bits, build, groups_of, indices_of, members_of, pair_id
-from sim import OPS, ORDERS, SimPasses, thread_order
+from sim import LIBRARY, OPS, ORDERS, SimPasses, thread_order
 from test_norm import expected_sums, sums_by
 from test_perturb import SCALES, expected_case, perturb_by
 from test_probe import DRAW, SEED, expected_probe, expected_signs
@@ -297,6 +297,17 @@ def test_a_table_that_is_on_the_device_is_not_copied_again():
     assert passes.mirrors.uploads == uploads + 1
 
 
+def test_tables_stay_in_host_memory_whatever_the_default_device():
+    case, scalars = BY_NAME["chunks"], scalars_for(0.5, "signed")
+    lists = build(case, torch.float32, nonfinite=True)
+    torch.set_default_device("meta")
+    try:
+        found = step_by("cuda_sim", lists, scalars, "signed")
+    finally:
+        torch.set_default_device(None)
+    assert_stepped(lists, found, expected_step(case, torch.float32, "signed", 0.5))
+
+
 def test_mirrors_hold_what_they_were_asked_for_and_frozen_ones_keep_it():
     mirrors = Mirrors(torch.device("cpu"))
     tables = [torch.full((2, 13), i) for i in range(KEPT + 3)]
@@ -318,6 +329,12 @@ def test_scalars_that_are_tensors_reach_the_table():
     assert passes.power is None
     passes.scalar_table([row._replace(power=0.5) for row in rows])
     assert passes.power == 0.5
+
+
+def test_sanitizers_find_nothing():
+    done = subprocess.run([LIBRARY.with_name("cuda_sim_watched")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "9 lists, 292 launches\n"
 
 
 # ---- the library --------------------------------------------------------------------------------------------------

@@ -95,6 +95,23 @@ __device__ __forceinline__ void* global_pointer(int64_t address) {
 
 using Vector = uint4;
 
+// One access of 128 bits each. Spelled out, because the compiler takes an assignment apart where it sees fit.
+__device__ __forceinline__ Vector read_vector(const Vector* from) {
+#if defined(__HIPCC__)
+  return *from;
+#else
+  return __ldca(from);
+#endif
+}
+
+__device__ __forceinline__ void write_vector(Vector* to, Vector value) {
+#if defined(__HIPCC__)
+  *to = value;
+#else
+  __stwb(to, value);
+#endif
+}
+
 template <typename T>
 __device__ __forceinline__ void check_vector_address(const T*) {}
 

@@ -249,6 +249,9 @@ struct alignas(16) Vector {
   uint32_t x, y, z, w;
 };
 
+inline Vector read_vector(const Vector* from) { return *from; }
+inline void write_vector(Vector* to, Vector value) { *to = value; }
+
 template <typename T>
 inline void check_vector_address(const T* address) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) sim::machine().fail("a vector at an odd address");

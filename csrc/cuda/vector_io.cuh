@@ -24,14 +24,6 @@ __device__ __forceinline__ bool aligned(A... addresses) {
   return ((addresses % kVectorBytes == 0) && ...);
 }
 
-// Word by word: the compiler joins these into one access, and splits an assignment of the whole.
-__device__ __forceinline__ void assign(Vector& to, const Vector& from) {
-  to.x = from.x;
-  to.y = from.y;
-  to.z = from.z;
-  to.w = from.w;
-}
-
 template <int kWidth, typename T>
 __device__ __forceinline__ void load_raw(const T* from, T (&to)[kWidth]) {
   if constexpr (kWidth == 1) {
@@ -41,7 +33,7 @@ __device__ __forceinline__ void load_raw(const T* from, T (&to)[kWidth]) {
     check_vector_address(from);
     Vector pieces[kPieces];
 #pragma unroll
-    for (int k = 0; k < kPieces; ++k) assign(pieces[k], reinterpret_cast<const Vector*>(from)[k]);
+    for (int k = 0; k < kPieces; ++k) pieces[k] = read_vector(reinterpret_cast<const Vector*>(from) + k);
     memcpy(to, pieces, sizeof(to));
   }
 }
@@ -56,7 +48,7 @@ __device__ __forceinline__ void store_raw(T* to, const T (&from)[kWidth]) {
     Vector pieces[kPieces];
     memcpy(pieces, from, sizeof(from));
 #pragma unroll
-    for (int k = 0; k < kPieces; ++k) assign(reinterpret_cast<Vector*>(to)[k], pieces[k]);
+    for (int k = 0; k < kPieces; ++k) write_vector(reinterpret_cast<Vector*>(to) + k, pieces[k]);
   }
 }
 
