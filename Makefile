@@ -5,11 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUILT := sassha_fast/_native.so
-SOURCES := setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
-FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp bench/*.cpp)
+NATIVE := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu)
+SOURCES := setup.py $(NATIVE)
+SIM := build/native/_cuda_sim.so
+FORMATTED := $(NATIVE) $(wildcard bench/*.cpp tests/*.cpp)
+
+# One architecture keeps development quick; `make wheel` and setup.py by themselves build for all.
+SASSHA_CUDA_ARCHS ?= 80
+$(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
 
 .DEFAULT_GOAL := help
-.PHONY: help build test test-large demo bench scale prove-triton lint format wheel report clean
+.PHONY: help build sim test test-large mutants prove-gpu prove-triton demo bench scale lint format wheel report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -26,11 +32,23 @@ $(BUILT): $(INSTALLED) $(SOURCES)
 
 build: $(BUILT) ## set up .venv and build the native library, incrementally
 
-test: $(BUILT) ## run the tests
+$(SIM): $(BUILT) $(wildcard tests/*.cpp)
+	$(BIN)/ninja -C build/native _cuda_sim.so cuda_sim_watched
+	touch $@
+
+sim: $(SIM) ## build the CUDA kernels for the CPU, on which the tests run them
+
+test: $(BUILT) $(SIM) ## run the tests
 	$(BIN)/python -m pytest tests
 
-test-large: $(BUILT) ## run the tests that need 14 GB of memory
+test-large: $(BUILT) $(SIM) ## run the tests that need 14 GB of memory
 	$(BIN)/python -m pytest tests -m slow
+
+mutants: $(BUILT) $(SIM) ## break the CUDA kernels in many ways and see that the tests notice each
+	$(BIN)/python tests/mutants.py
+
+prove-gpu: prove-triton ## read registers, accesses and occupancy from GPU machine code into docs/gpu.md; no GPU needed
+	$(BIN)/python bench/prove_gpu.py
 
 demo: $(BUILT) ## train digits with AdamW, SAM and SASSHA side by side
 	$(BIN)/python -m examples.digits

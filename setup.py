@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,19 @@ if platform.machine() in ("x86_64", "AMD64"):
     ]  # fmt: skip
 
 
+# csrc/cuda/*.cu. No contraction and rounded division and roots, as everywhere.
+CUDA_SOURCES = ["ops", "norm", "perturb", "probe", "step"]
+CUDA_FLAGS = [
+    "-std=c++17", "-O3", "-fmad=false", "--prec-div=true", "--prec-sqrt=true", "-ftz=false",
+    "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", f"-DTORCH_TARGET_VERSION={TORCH_FLOOR}",
+]  # fmt: skip
+CUDA_ARCHS = "75,80,86,89,90,100,120"
+CUDA_FLOOR = (12, 8)  # the first release that knows sm_100 and sm_120
+# The same kernels for g++ on csrc/cuda/sim.h: a library for the tests, which is no part of the package.
+SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -ffunction-sections"
+SIM_FLAGS = ["-O2", "-DSASSHA_SIM", "-DSASSHA_NAMESPACE=sassha_fast_sim", "-DSASSHA_DISPATCH=CPU"]
+
+
 def find_compiler() -> str:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
@@ -47,48 +61,114 @@ def find_compiler() -> str:
     return compiler
 
 
-def write_ninja(build_dir: Path, target: Path) -> Path:
-    """Writes build.ninja: one rule to compile, one to link, header dependencies left to the compiler."""
-    from torch.utils.cpp_extension import include_paths, library_paths
+def find_nvcc() -> str | None:
+    """The CUDA compiler, None if there is to be no CUDA, or the end of the build if SASSHA_CUDA=1 can't be had."""
+    wanted = os.environ.get("SASSHA_CUDA", "auto")
+    if wanted not in ("auto", "0", "1"):
+        sys.exit(f"setup.py: SASSHA_CUDA is {wanted!r}, expected auto, 0 or 1")
+    if wanted == "0":
+        return None
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
+    problem = "nvcc was not found; install the CUDA toolkit, or set CUDA_HOME or PATH"
+    if nvcc is not None:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+        found = re.search(r"release (\d+)\.(\d+)", text)
+        version = (int(found[1]), int(found[2])) if found else (0, 0)
+        if version >= CUDA_FLOOR:
+            return nvcc
+        problem = f"{nvcc} is release {version[0]}.{version[1]}, expected {CUDA_FLOOR[0]}.{CUDA_FLOOR[1]} or later"
+    if wanted == "1":
+        sys.exit(f"setup.py: SASSHA_CUDA=1, but {problem}")
+    print(f"setup.py: building without CUDA: {problem}")
+    return None
 
+
+def arch_flags() -> list[str]:
+    """Machine code for every architecture of SASSHA_CUDA_ARCHS, and PTX of the newest for those to come."""
+    archs = os.environ.get("SASSHA_CUDA_ARCHS", CUDA_ARCHS).replace(";", ",").split(",")
+    for arch in archs:
+        if not re.fullmatch(r"\d{2,3}a?", arch):
+            sys.exit(f"setup.py: SASSHA_CUDA_ARCHS has {arch!r}, expected numbers such as {CUDA_ARCHS}")
+    newest = max(archs, key=lambda arch: int(arch.rstrip("a")))
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    return [*codes, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+
+
+class Ninja:
+    """The text of a build.ninja: rules to compile and link, header dependencies left to the compilers."""
+
+    def __init__(self) -> None:
+        from torch.utils.cpp_extension import include_paths, library_paths
+
+        includes = " ".join(f"-isystem {self.quote(path)}" for path in include_paths())
+        self.libs = " ".join(f"-L{self.quote(path)}" for path in library_paths()) + " -ltorch -ltorch_cpu -lc10"
+        self.lines = [
+            "ninja_required_version = 1.3",
+            f"cxx = {find_compiler()}",
+            f"flags = {' '.join(COMMON)} {includes} {os.environ.get('CXXFLAGS', '')}",
+            *self.rule("compile", "$cxx -MMD -MF $out.d $flags $more -c $in -o $out", depfile=True),
+            *self.rule("link", "$cxx -shared -o $out $in $libs"),
+        ]
+        self.nvcc = find_nvcc()
+        if self.nvcc is not None:
+            # nvcc runs its own host compiler; a cudart inside the library leaves nothing to find when it is loaded.
+            self.lines += [
+                f"nvcc = {self.nvcc} -ccbin {find_compiler()}",
+                f"cuda_flags = {' '.join([*CUDA_FLAGS, *arch_flags()])} {includes}",
+                *self.rule("cuda", "$nvcc -MD -MF $out.d $cuda_flags -c $in -o $out", depfile=True),
+                # Through libtorch a torch with CUDA brings libtorch_cuda and the current stream; nothing else of it is
+                # referred to, so the linker must be told to keep it.
+                *self.rule("cuda_link", "$nvcc -shared -cudart static -Xlinker --no-as-needed -o $out $in $libs"),
+            ]
+
+    @staticmethod
     def quote(path: str | Path) -> str:
         return str(path).replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
 
-    includes = " ".join(f"-isystem {quote(path)}" for path in include_paths())
-    lines = [
-        "ninja_required_version = 1.3",
-        f"cxx = {find_compiler()}",
-        f"flags = {' '.join(COMMON)} {includes} {os.environ.get('CXXFLAGS', '')}",
-        "rule compile",
-        "  command = $cxx -MMD -MF $out.d $flags $isa -c $in -o $out",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "  description = compile $out",
-        "rule link",
-        "  command = $cxx -shared -o $out $in $libs",
-        "  description = link $out",
+    @staticmethod
+    def rule(name: str, command: str, depfile: bool = False) -> list[str]:
+        lines = [f"rule {name}", f"  command = {command}", f"  description = {name} $out"]
+        return lines + (["  depfile = $out.d", "  deps = gcc"] if depfile else [])
+
+    def compile(self, source: Path, name: str, more: str = "", rule: str = "compile") -> str:
+        self.lines.append(f"build {name}.o: {rule} {self.quote(source)}")
+        if more:
+            self.lines.append(f"  more = {more}")
+        return f"{name}.o"
+
+    def link(self, target: Path, objects: list[str], rule: str = "link") -> None:
+        self.lines += [f"build {self.quote(target)}: {rule} {' '.join(objects)}", f"  libs = {self.libs}"]
+
+
+def write_ninja(build_dir: Path, target: Path) -> Path:
+    """Writes build.ninja for the library, the default, and for the simulator: a library and a program."""
+    ninja, csrc = Ninja(), ROOT / "csrc"
+    shared = [(csrc / f"{name}.cpp", name) for name in ("ops", "bind")]
+    objects = [ninja.compile(source, name) for source, name in shared]
+    objects += [
+        ninja.compile(csrc / "cpu" / f"{name}.cpp", f"cpu_{name}") for name in ("ops", "table", "launch", "isa")
     ]
-    objects = []
-
-    def compile_one(source: Path, name: str, isa: str = "") -> None:
-        objects.append(f"{name}.o")
-        lines.append(f"build {name}.o: compile {quote(source)}")
-        if isa:
-            lines.append(f"  isa = {isa}")
-
-    csrc = ROOT / "csrc"
-    compile_one(csrc / "ops.cpp", "ops")
-    for name in ("ops", "table", "launch", "isa"):
-        compile_one(csrc / "cpu" / f"{name}.cpp", f"cpu_{name}")
     for isa, isa_flags in ISAS.items():
         for kernel in KERNELS:
-            compile_one(
-                csrc / "cpu" / f"{kernel}.cpp", f"cpu_{kernel}_{isa}", f"-DSASSHA_ISA={isa} {' '.join(isa_flags)}"
-            )
-    lines.append(f"build {quote(target)}: link {' '.join(objects)}")
-    lines.append("  libs = " + " ".join(f"-L{quote(path)}" for path in library_paths()) + " -ltorch -ltorch_cpu -lc10")
-    lines.append(f"default {quote(target)}")
-    text = "\n".join(lines) + "\n"
+            more = f"-DSASSHA_ISA={isa} {' '.join(isa_flags)}"
+            objects.append(ninja.compile(csrc / "cpu" / f"{kernel}.cpp", f"cpu_{kernel}_{isa}", more))
+    if ninja.nvcc is not None:
+        objects += [ninja.compile(csrc / "cuda" / f"{name}.cu", f"cuda_{name}", rule="cuda") for name in CUDA_SOURCES]
+    ninja.link(target, objects, rule="link" if ninja.nvcc is None else "cuda_link")
+    sim_flags = " ".join(SIM_FLAGS)
+    sim = [ninja.compile(source, f"sim_{name}", sim_flags) for source, name in shared]
+    for name in CUDA_SOURCES:
+        sim.append(ninja.compile(csrc / "cuda" / f"{name}.cu", f"sim_cuda_{name}", f"{sim_flags} -x c++"))
+    sim.append(ninja.compile(ROOT / "tests" / "sim.cpp", "sim_sim", sim_flags))
+    ninja.link(Path("_cuda_sim.so"), sim)
+    watched = f"-O1 -DSASSHA_SIM {SANITIZERS}"
+    main = [ninja.compile(ROOT / "tests" / "sim_main.cpp", "watched_main", watched)]
+    for name in CUDA_SOURCES[1:]:
+        main.append(ninja.compile(csrc / "cuda" / f"{name}.cu", f"watched_{name}", f"{watched} -x c++"))
+    ninja.lines += ninja.rule("program", f"$cxx {SANITIZERS} -Wl,--gc-sections -o $out $in")
+    ninja.lines.append(f"build cuda_sim_watched: program {' '.join(main)}")
+    text = "\n".join([*ninja.lines, f"default {ninja.quote(target)}"]) + "\n"
     build_dir.mkdir(parents=True, exist_ok=True)
     path = build_dir / "build.ninja"
     if not path.exists() or path.read_text() != text:
@@ -133,4 +213,5 @@ class NativeDistribution(Distribution):
         return True
 
 
-setup(distclass=NativeDistribution, cmdclass={"build_ext": NinjaBuild, "bdist_wheel": AnyPythonWheel})
+if __name__ == "__main__":  # bench/prove_gpu.py reads the flags
+    setup(distclass=NativeDistribution, cmdclass={"build_ext": NinjaBuild, "bdist_wheel": AnyPythonWheel})

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 from measure import Measured
 
 REPORT: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    with suppress(ValueError):  # the tests have the same option
+        parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="what to time")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    device = config.getoption("--device")
+    for item in items:
+        here = Path(item.path).parent == Path(__file__).parent
+        if here and (Path(item.path).stem == "bench_cuda") != (device == "cuda"):
+            item.add_marker(pytest.mark.skip(reason=f"--device {device}"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -92,17 +92,26 @@ inline void check_size(const char* op, const char* list, size_t size, size_t exp
   STD_TORCH_CHECK(size == expected, op, ": ", list, " has ", size, " entries, expected ", expected, " like params");
 }
 
-inline void check_param(const char* op, const char* list, size_t i, const Tensor& t) {
-  STD_TORCH_CHECK(t.is_cpu() && is_strided(t) && dtype_code(t.scalar_type()) >= 0, op, ": ", list, "[", i,
-                  "] must be a dense float32, float64, bfloat16 or float16 tensor on the CPU");
+inline bool same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() && a.get_device_index() == b.get_device_index();
+}
+
+inline std::string device_of(const Tensor& t) {
+  return t.is_cpu() ? "the CPU" : (t.is_cuda() ? "cuda:" : "device ") + std::to_string(t.get_device_index());
+}
+
+// `first` is the first tensor of the list, which says what device the operator works on.
+inline void check_param(const char* op, const char* list, size_t i, const Tensor& t, const Tensor& first) {
+  STD_TORCH_CHECK(same_device(t, first) && is_strided(t) && dtype_code(t.scalar_type()) >= 0, op, ": ", list, "[", i,
+                  "] must be a dense float32, float64, bfloat16 or float16 tensor on ", device_of(first));
   STD_TORCH_CHECK(is_dense(t), op, ": ", list, "[", i,
                   "] has gaps or overlaps in memory; pass a contiguous copy and copy the result back");
 }
 
 inline void check_like(const char* op, const char* list, size_t i, const Tensor& t, const Tensor& param,
                        ScalarType expected) {
-  STD_TORCH_CHECK(t.is_cpu() && is_strided(t), op, ": ", list, "[", i,
-                  "] must be a dense tensor on the CPU like params[", i, "]");
+  STD_TORCH_CHECK(same_device(t, param) && is_strided(t), op, ": ", list, "[", i, "] must be a dense tensor on ",
+                  device_of(param), " like params[", i, "]");
   STD_TORCH_CHECK(t.scalar_type() == expected, op, ": ", list, "[", i, "] is ",
                   torch::headeronly::toString(t.scalar_type()), ", expected ", torch::headeronly::toString(expected),
                   " beside params[", i, "]");

@@ -73,6 +73,13 @@ SASSHA_HD float stochastic_float16(float v, uint32_t noise) {
 
 // ---- step ----------------------------------------------------------------------------------------------------
 
+template <typename C>
+SASSHA_HD StepScalars<C> rounded(const StepScalars<double>& s) {
+  return {C(s.decay),      C(s.beta1), C(s.one_minus_beta1), C(s.beta2), C(s.one_minus_beta2), C(s.bias2),
+          C(s.bias2_kept), C(s.eps),   C(s.step_size),       C(s.power), C(s.product_scale),   C(s.grad_scale),
+          C(s.clip),       C(s.skip)};
+}
+
 // m = beta1 m + (1 - beta1) g, with g clipped and free of any loss scale
 template <typename C>
 SASSHA_HD C momentum(C m, C g, const StepScalars<C>& s) {
@@ -84,6 +91,20 @@ SASSHA_HD C momentum(C m, C g, const StepScalars<C>& s) {
 template <typename C>
 SASSHA_HD C curvature(C d, C h, const StepScalars<C>& s) {
   return s.beta2 * d + s.one_minus_beta2 * absolute(h);
+}
+
+// What Row::product holds on a refresh.
+enum class Product {
+  kNone,      // nothing: D stays
+  kUnsigned,  // Hz; z is drawn again in registers
+  kSigned,    // a sum of z * Hz over probes
+  kProbed,    // the gradient at x + eps + h z
+};
+
+SASSHA_HD Product product_of(const Row& row) {
+  if (row.product == 0) return Product::kNone;
+  if (row.flags & kProbeGradient) return Product::kProbed;
+  return row.flags & kSignedProduct ? Product::kSigned : Product::kUnsigned;
 }
 
 enum class Power { kHalf, kOne, kGeneral };

@@ -1,10 +1,12 @@
-// Schemas only. Kernels are registered per device: csrc/cpu/ops.cpp and table.cpp.
+// Schemas only. Kernels are registered per device: in bind.cpp, cpu/ops.cpp, cpu/table.cpp and cuda/ops.cu.
 //
 // The first block says what it mutates, works under torch.compile and is what tests check with opcheck. The second
-// works on a table of addresses that Python keeps between steps; it is for eager execution by the optimizer alone.
-#include <torch/csrc/stable/library.h>
+// works on a table of addresses that Python keeps between steps; it is for eager execution by the optimizer alone. On a
+// device it takes a copy of the table there, the table's chunks with their number by dtype, and the power that all
+// cohorts share if they do.
+#include "library.h"
 
-STABLE_TORCH_LIBRARY(sassha_fast, m) {
+SASSHA_LIBRARY(SASSHA_NAMESPACE, m) {
   m.def("square_sums(Tensor[] grads, Tensor[] params, int[] groups, int n_groups) -> Tensor");
   m.def(
       "perturb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] backups, Tensor scales, int[] groups, "
@@ -21,13 +23,18 @@ STABLE_TORCH_LIBRARY(sassha_fast, m) {
       "int seed, int draw, Tensor? noise_draw) -> Tensor");
 
   m.def("table_bind(Tensor table, int column, Tensor[] tensors) -> (int, int)");
-  m.def("table_square_sums(Tensor table, int n_groups, bool adaptive) -> Tensor");
-  m.def("table_perturb(Tensor table, Tensor scales, bool adaptive, int seed, Tensor draw) -> ()");
-  m.def("table_restore(Tensor table) -> ()");
-  m.def("table_step(Tensor table, Tensor scalars, int seed, Tensor? noise_draw) -> ()");
+  m.def("table_chunks(Tensor table) -> (Tensor, Tensor)");
+  m.def("table_square_sums(Tensor table, int n_groups, bool adaptive, Tensor? chunks=None, int[] counts=[]) -> Tensor");
   m.def(
-      "table_refresh_step(Tensor table, Tensor scalars, int seed, int draw, Tensor? noise_draw) "
-      "-> Tensor");
+      "table_perturb(Tensor table, Tensor scales, bool adaptive, int seed, Tensor draw, Tensor? chunks=None, "
+      "int[] counts=[]) -> ()");
+  m.def("table_restore(Tensor table, Tensor? chunks=None, int[] counts=[]) -> ()");
+  m.def(
+      "table_step(Tensor table, Tensor scalars, int seed, Tensor? noise_draw, float? power=None, Tensor? chunks=None, "
+      "int[] counts=[]) -> ()");
+  m.def(
+      "table_refresh_step(Tensor table, Tensor scalars, int seed, int draw, Tensor? noise_draw, float? power=None, "
+      "Tensor? chunks=None, int[] counts=[]) -> Tensor");
 
   m.def("cpu_isa() -> str");
 }

@@ -10,6 +10,7 @@
 namespace sassha {
 
 enum DType : int64_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
+constexpr int64_t kDTypes = 4;
 
 // What `bind` found out about a gradient, as bits of Row::flags.
 enum Flag : int64_t {
@@ -34,6 +35,18 @@ struct Row {
   int64_t flags;
 };
 constexpr int64_t kRowWords = sizeof(Row) / sizeof(int64_t);
+
+// A device takes a list of rows in chunks of kChunk elements, one block of threads each, sorted by dtype and then by
+// row. Beside the table lies one int32 tensor of shape [chunks + rows, 2]: the chunks, then the span of every row.
+struct Chunk {
+  int32_t row;
+  int32_t number;  // within the row: its first element is kChunk * number
+};
+struct Span {
+  int32_t first;  // chunk of a row
+  int32_t count;
+};
+constexpr int64_t kChunk = 8192;  // a multiple of kSignsPerCall, so that no Philox block is split
 
 // Everything the update needs beside the tensors, computed once per cohort in double and rounded once to the
 // compute type.

@@ -27,12 +27,14 @@ class Backend:
         summary: One line for the report.
         passes: Loads the class that runs the passes.
         why_not: None if it runs on a device of this type, else the reason.
+        home: The type of device that the report asks about.
     """
 
     name: str
     summary: str
     passes: Callable[[], type[Passes]]
     why_not: Callable[[str], str | None]
+    home: str = "cpu"
 
 
 def _load_native() -> type[Passes]:
@@ -45,6 +47,25 @@ def _native_why_not(device_type: str) -> str | None:
     if device_type != "cpu":
         return f"its kernels run on the CPU, not on {device_type}"
     return ops.load()
+
+
+def _load_cuda() -> type[Passes]:
+    from .cuda import CudaPasses
+
+    return CudaPasses
+
+
+def _cuda_why_not(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return f"its kernels run on CUDA devices, not on {device_type}"
+    reason = ops.load()
+    if reason is not None:
+        return reason
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("sassha_fast::step_", "CUDA"):
+        return f"{ops.LIBRARY.name} was built without CUDA; build it again with SASSHA_CUDA=1 and nvcc"
+    if torch.version.hip is not None:
+        return "its kernels are built for CUDA, and this torch is for ROCm"
+    return None if torch.cuda.is_available() else "torch finds no CUDA device"
 
 
 def _load_triton() -> type[Passes]:
@@ -67,7 +88,7 @@ def _triton_why_not(device_type: str) -> str | None:
         return "TRITON_INTERPRET=1 is set, so its kernels are interpreted on the CPU"
     if device_type not in ("cpu", "cuda"):
         return f"its kernels run on GPUs of NVIDIA and AMD, not on {device_type}"
-    return None
+    return None if device_type == "cpu" or torch.cuda.is_available() else "torch finds no GPU"
 
 
 def _everywhere(device_type: str) -> str | None:
@@ -79,12 +100,14 @@ _REGISTRY = {
     backend.name: backend
     for backend in (
         Backend("cpu", "C++ kernels, one parallel pass over all tensors", _load_native, _native_why_not),
-        Backend("triton", "Triton kernels, GPUs of NVIDIA and AMD", _load_triton, _triton_why_not),
+        Backend("cuda", "CUDA kernels, one launch per pass and dtype", _load_cuda, _cuda_why_not, home="cuda"),
+        Backend("triton", "Triton kernels, GPUs of NVIDIA and AMD", _load_triton, _triton_why_not, home="cuda"),
         Backend("foreach", "torch._foreach_* operations, any device", lambda: ForeachPasses, _everywhere),
         Backend("reference", "plain torch operations, the oracle of the tests", lambda: Passes, _everywhere),
     )
 }
-_PREFERENCE = ("cpu", "triton", "foreach")  # what "auto" tries, in order
+_FUSED = ("cpu", "cuda", "triton")  # what "fused" tries, in order
+_PREFERENCE = (*_FUSED, "foreach")  # what "auto" tries
 
 
 def names() -> list[str]:
@@ -111,7 +134,7 @@ def resolve(backend: str, *, foreach: bool | None = None, fused: bool | None = N
     if foreach:
         asked = "foreach"
     elif fused:
-        asked = "cpu"
+        asked = "fused"
     elif foreach is False and fused is False:
         asked = "reference"
     if backend not in ("auto", asked):
@@ -124,10 +147,15 @@ def resolve(backend: str, *, foreach: bool | None = None, fused: bool | None = N
 def choose(backend: str, device: torch.device) -> type[Passes]:
     """The passes of a backend for a device.
 
-    ``"auto"`` takes the fastest that runs there. A backend named by the user raises if it does not.
+    ``"auto"`` takes the fastest that runs there, ``"fused"`` the kernels of the device. A backend named by the user
+    raises if it does not run.
     """
     if backend == "auto":
         backend = next(name for name in _PREFERENCE if _suits(name, device.type))
+    if backend == "fused":
+        running = [name for name in _FUSED if _suits(name, device.type)]
+        at_home = [name for name in _FUSED if _REGISTRY[name].home == device.type]
+        backend = (running or at_home or list(_FUSED))[0]
     reason = _REGISTRY[backend].why_not(device.type)
     if reason is not None:
         raise RuntimeError(
@@ -144,12 +172,12 @@ def _suits(name: str, device_type: str) -> bool:
 
 
 def report() -> str:
-    """A table of backends for people: which run on the CPU here, and why the others do not."""
+    """A table of backends for people: which run here, each on the devices it is for, and why the others do not."""
     from . import __version__
 
     lines = [f"sassha_fast {__version__}, torch {torch.__version__}, Python {platform.python_version()}"]
     for name, backend in _REGISTRY.items():
-        reason = backend.why_not("cpu")
+        reason = backend.why_not(backend.home)
         status = "ok" if reason is None else f"unavailable: {reason}"
         if name == "cpu" and reason is None:
             status += f" ({torch.ops.sassha_fast.cpu_isa()}, {torch.get_num_threads()} threads)"

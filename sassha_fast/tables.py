@@ -29,6 +29,11 @@ OWNS_BUFFER, SIGNED_PRODUCT, PROBE_GRADIENT = 1, 2, 4
 T = TypeVar("T")
 
 
+def _numbers(values: Sequence[int]) -> Tensor:
+    """A column of the table, in host memory whatever torch's default device is."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
 def fits_kernels(weight: Tensor) -> bool:
     """Whether the kernels take the tensor as it lies in memory.
 
@@ -56,10 +61,10 @@ class TablePasses(Passes):
         own = members.take(self.native)
         self.weights = own.weights
         self.all_row_major = not odd and all(map(is_contiguous, own.weights))
-        self.table = torch.zeros(len(self.native), ROW_WORDS, dtype=torch.int64)
+        self.table = torch.zeros(len(self.native), ROW_WORDS, dtype=torch.int64, device="cpu")
         self.columns = self.table.unbind(1)
-        self.table[:, INDEX] = torch.tensor(own.indices, dtype=torch.int64)
-        self.table[:, GROUP] = torch.tensor(own.groups, dtype=torch.int64)
+        self.table[:, INDEX] = _numbers(own.indices)
+        self.table[:, GROUP] = _numbers(own.groups)
         self.cohorts: Sequence[int] | None = None
         self.bind(PARAM, own.weights)
         self.keep: list[Tensor] = []  # whatever the table points to that nobody else holds
@@ -186,7 +191,7 @@ class TablePasses(Passes):
     ) -> Tensor | None:
         """See :meth:`Passes.step`."""
         if cohorts is not self.cohorts and cohorts != self.cohorts:
-            self.table[:, COHORT] = torch.tensor(self._pick(cohorts), dtype=torch.int64)
+            self.table[:, COHORT] = _numbers(self._pick(cohorts))
         self.cohorts = cohorts
         numbers = self.scalar_table(scalars)
         if not restore:
@@ -231,8 +236,8 @@ class TablePasses(Passes):
             addresses.append(value.data_ptr())
             flags[i] &= ~(SIGNED_PRODUCT | PROBE_GRADIENT)
             flags[i] |= SIGNED_PRODUCT * product.signed | PROBE_GRADIENT * product.probed
-        self.table[:, PRODUCT] = torch.tensor(addresses, dtype=torch.int64)
-        self.table[:, FLAGS] = torch.tensor(flags, dtype=torch.int64)
+        self.table[:, PRODUCT] = _numbers(addresses)
+        self.table[:, FLAGS] = _numbers(flags)
 
     def _pick(self, values: Sequence[T]) -> list[T]:
         return [values[i] for i in self.native] if self.odd else values  # type: ignore[return-value]

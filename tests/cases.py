@@ -1,13 +1,16 @@
 """The tensor lists that the passes of every backend are tested on, and the comparison of bits."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
+from sim import SimPasses
 from torch import Tensor
 
+from sassha_fast.cuda import CudaPasses
 from sassha_fast.foreach import ForeachPasses
 from sassha_fast.native import NativePasses
 from sassha_fast.passes import Members, Passes
@@ -16,12 +19,12 @@ from sassha_fast.triton_passes import TritonPasses
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 REDUCED = (torch.bfloat16, torch.float16)
-PASSES: dict[str, type[Passes]] = {
-    "reference": Passes,
-    "foreach": ForeachPasses,
-    "native": NativePasses,
-    "triton": TritonPasses,
-}
+DEVICE = os.environ.get("SASSHA_TEST_DEVICE", "cpu")  # see conftest.py
+PASSES: dict[str, type[Passes]] = {"reference": Passes, "foreach": ForeachPasses}
+if DEVICE == "cpu":
+    PASSES |= {"native": NativePasses, "cuda_sim": SimPasses, "triton": TritonPasses}
+else:
+    PASSES |= {"native": CudaPasses, "triton": TritonPasses}
 
 # ---- comparison ---------------------------------------------------------------------------------------------------
 
@@ -90,8 +93,10 @@ def _flat(*sizes: int) -> tuple[Spec, ...]:
 CASES = (
     # Around a Philox block (128) and a piece of the CPU's loop (16384).
     Case("sizes", _flat(0, 1, 3, 127, 128, 129, 16383, 16384, 16385, 50000)),
-    # Around a chunk of the Triton kernels (2048).
-    Case("chunks", _flat(2047, 2048, 2049, 4096)),
+    # Around a vector of any dtype (2, 4, 8) and a chunk of the Triton kernels (2048).
+    Case("chunks", _flat(2, 4, 5, 7, 8, 9, 2047, 2048, 2049, 4096)),
+    # Around a chunk of the CUDA kernels (8192).
+    Case("large_chunks", _flat(8191, 8192, 8193, 24577)),
     Case("scalars", (Spec(()), Spec((1, 1)), Spec(()))),
     Case("empty_first", _flat(0, 130, 5)),
     Case("empty_middle", (Spec((40,)), Spec((3, 0)), Spec((129,)))),
@@ -122,8 +127,8 @@ PAIRS = [(case, dtype) for case in CASES for dtype in _dtypes(case)]
 
 
 def affordable(runner: str, case: Case) -> bool:
-    """Triton's interpreter takes some 20 ms for a chunk, and every tensor has one: several tensors are enough there."""
-    return runner != "triton" or case.name != "many"
+    """Triton's interpreter takes some 20 ms for a chunk, and every tensor has one: several are enough there."""
+    return runner != "triton" or case.name not in ("many", "large_chunks")
 
 
 def pair_id(value: object) -> str | None:
@@ -158,7 +163,7 @@ class Lists(NamedTuple):
 
 
 def build(
-    case: Case, dtype: torch.dtype, *, seed: int = 0, nonfinite: bool = False, device: str | torch.device = "cpu"
+    case: Case, dtype: torch.dtype, *, seed: int = 0, nonfinite: bool = False, device: str | torch.device = DEVICE
 ) -> Lists:
     """Values for a case: curvature has unknown (−0), zero and positive elements, products some exact zeros.
 
@@ -179,15 +184,15 @@ def build(
 
 @cache
 def _values(case: Case, dtype: torch.dtype, seed: int, nonfinite: bool) -> list[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     out = []
     for position, spec in enumerate(case.specs):
         kind = spec.dtype or dtype
         state = compute_dtype(kind)
-        number = torch.arange(torch.Size(spec.shape).numel()).reshape(spec.shape) + position
+        number = torch.arange(torch.Size(spec.shape).numel(), device="cpu").reshape(spec.shape) + position
 
         def normal(scale: float, dtype: torch.dtype, shape: tuple[int, ...] = spec.shape) -> Tensor:
-            return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+            return (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") * scale).to(dtype)
 
         hessian = normal(1.0, state).square()
         hessian[number % 7 == 0] = -0.0

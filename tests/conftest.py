@@ -1,15 +1,48 @@
 """Fixtures of all tests."""
 
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 
-# Kernels are made for the interpreter or for a GPU when they are imported.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+# Triton's kernels are made for the interpreter or for a GPU when they are imported, so long before options are parsed.
+ON_GPU = "--device cuda" in " ".join(sys.argv).replace("=", " ")
+if not ON_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sassha_fast import ops
+from sassha_fast import ops  # noqa: E402
+
+# What holds on any device. The other modules are about the CPU, the simulator, or what no device changes.
+ON_ANY_DEVICE = {
+    "test_norm",
+    "test_perturb",
+    "test_probe",
+    "test_step",
+    "test_philox",
+    "test_parity",
+    "test_cuda_device",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    with suppress(ValueError):  # the benchmarks have the same option
+        parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the kernels under test run")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") == "cpu":
+        return
+    for item in items:
+        if not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="--device cuda, but torch finds no GPU"))
+        elif Path(item.path).parent == Path(__file__).parent and Path(item.path).stem not in ON_ANY_DEVICE:
+            item.add_marker(pytest.mark.skip(reason="not about a device"))
+        elif item.get_closest_marker("cpu"):
+            item.add_marker(pytest.mark.skip(reason="about the CPU kernels"))
 
 
 def _quicken_interpreter() -> None:
@@ -33,7 +66,12 @@ def _quicken_interpreter() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _quicken_interpreter()
+    config.addinivalue_line("markers", "cpu: about the CPU kernels alone; skipped with --device cuda")
+    os.environ["SASSHA_TEST_DEVICE"] = config.getoption("--device")  # before the modules of tests are imported
+    if config.getoption("--device") == "cuda" and torch.cuda.is_available():
+        torch.set_default_device("cuda")
+    if not ON_GPU:
+        _quicken_interpreter()
     # Kernels make infinities and NaN on purpose; numpy, which interprets them, would warn.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
     # The authors' loop needs create_graph=True; the optimizer detaches the gradients, which breaks the cycle.

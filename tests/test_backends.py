@@ -19,8 +19,28 @@ def test_auto_takes_the_kernels_on_the_cpu_and_foreach_elsewhere():
 
 
 def test_available_names_what_runs():
-    assert backends.available("cpu") == backends.names() == ["cpu", "triton", "foreach", "reference"]
+    assert backends.names() == ["cpu", "cuda", "triton", "foreach", "reference"]
+    assert backends.available("cpu") == ["cpu", "triton", "foreach", "reference"]
     assert backends.available("meta") == ["foreach", "reference"]
+
+
+def test_fused_takes_the_kernels_of_the_device():
+    assert backends.choose("fused", torch.device("cpu")).name == "cpu"
+    with pytest.raises(RuntimeError, match="backend 'cpu' can't run parameters on meta"):
+        backends.choose("fused", torch.device("meta"))
+
+
+def test_cuda_says_why_it_does_not_run(monkeypatch):
+    with pytest.raises(RuntimeError, match="its kernels run on CUDA devices, not on cpu"):
+        backends.choose("cuda", torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for backend in ("cuda", "fused"):
+        with pytest.raises(RuntimeError, match=r"torch finds no CUDA device|was built without CUDA"):
+            backends.choose(backend, torch.device("cuda:0"))
+    assert backends.choose("auto", torch.device("cuda:0")).name == "foreach"
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda op, key: False)
+    with pytest.raises(RuntimeError, match=r"was built without CUDA; build it again with SASSHA_CUDA=1"):
+        backends.choose("cuda", torch.device("cuda:0"))
 
 
 def test_report_names_every_backend_and_its_state():
@@ -57,7 +77,7 @@ def test_a_library_that_was_not_built_is_said_so(monkeypatch, tmp_path):
     [
         ({}, "auto"),
         ({"foreach": True}, "foreach"),
-        ({"fused": True}, "cpu"),
+        ({"fused": True}, "fused"),
         ({"foreach": False, "fused": False}, "reference"),
         ({"foreach": False}, "auto"),
     ],

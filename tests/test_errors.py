@@ -48,7 +48,7 @@ def test_hyperparameters_must_be_finite_and_not_negative(name, value):
         ({"hvp_point": "elsewhere"}, "hvp_point is 'elsewhere'"),
         (
             {"backend": "gpu"},
-            r"backend is 'gpu', expected 'auto' or one of \['cpu', 'triton', 'foreach', 'reference'\]",
+            r"backend is 'gpu', expected 'auto' or one of \['cpu', 'cuda', 'triton', 'foreach', 'reference'\]",
         ),
         ({"foreach": True, "fused": True}, "exclude each other"),
         ({"backend": "cpu", "foreach": True}, "contradicts"),

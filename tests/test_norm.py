@@ -70,6 +70,7 @@ def test_square_sums_of_small_integers_are_exact(case, dtype, runner, adaptive):
     assert_same_bits(sums_by(runner, lists.weights, lists.grads, adaptive), expected.double())
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(("case", "dtype"), [p for p in PAIRS if p[0].dense], ids=pair_id)
 def test_square_sums_do_not_depend_on_thread_count(case, dtype, adaptive, restore_threads):

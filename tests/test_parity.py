@@ -3,6 +3,8 @@
 import pytest
 import torch
 from training import (
+    BACKENDS,
+    DEVICE,
     assert_same_bits,
     assert_same_state,
     make_loss,
@@ -47,7 +49,7 @@ def run(backend, dtype, *, groups=False, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("backend", ["foreach", "cpu"])
+@pytest.mark.parametrize("backend", ["foreach", DEVICE])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fifty_steps_equal_the_reference_bit_for_bit(variant, backend, dtype):
     expected, expected_opt, losses = run("reference", dtype, **VARIANTS[variant])
@@ -58,7 +60,7 @@ def test_fifty_steps_equal_the_reference_bit_for_bit(variant, backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("backend", ["foreach", "cpu"])
+@pytest.mark.parametrize("backend", ["foreach", DEVICE])
 def test_groups_with_their_own_settings_equal_the_reference_bit_for_bit(backend, dtype):
     expected, expected_opt, _ = run("reference", dtype, groups=True)
     found, found_opt, _ = run(backend, dtype, groups=True)
@@ -67,7 +69,7 @@ def test_groups_with_their_own_settings_equal_the_reference_bit_for_bit(backend,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", ["foreach", "cpu"])
+@pytest.mark.parametrize("backend", ["foreach", DEVICE])
 def test_reduced_precision_equals_the_reference_bit_for_bit(backend, dtype):
     expected, expected_opt, _ = run("reference", dtype)
     found, found_opt, _ = run(backend, dtype)
@@ -94,10 +96,11 @@ def test_channels_last_parameters_equal_contiguous_ones_bit_for_bit():
         return [p.detach().contiguous() for p in net.parameters()]
 
     expected = trained(torch.contiguous_format, "reference")
-    for backend in ("reference", "foreach", "cpu"):
+    for backend in BACKENDS:
         assert_same_bits(trained(torch.channels_last, backend), expected)
 
 
+@pytest.mark.cpu
 def test_thread_count_does_not_change_a_bit(restore_threads):
     results = []
     for threads in (1, 2):

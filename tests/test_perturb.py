@@ -86,6 +86,7 @@ def test_perturb_equals_the_reference_and_restore_undoes_it(case, dtype, runner,
     assert_same_bits(lists.weights, before)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
 def test_perturb_does_not_depend_on_thread_count(dtype, adaptive, restore_threads):
@@ -240,6 +241,7 @@ def test_gradient_in_another_layout_is_not_overwritten(runner):
     assert_same_bits(weights, before)
 
 
+@pytest.mark.cpu
 def test_restore_past_the_cache_copies_every_bit():
     params = [torch.zeros(1 << 22), place(torch.zeros(16_387), "misaligned"), torch.zeros(33_001, dtype=torch.float64)]
     params.append(torch.zeros(5_003, dtype=torch.bfloat16))

@@ -74,6 +74,7 @@ def test_high_half_of_the_block_number_changes_the_signs():
     assert (low != high).any()
 
 
+@pytest.mark.cpu
 def test_signs_do_not_depend_on_thread_count(restore_threads):
     results = []
     for threads in (1, 2):

@@ -64,6 +64,7 @@ def test_probe_rounds_every_bit_pattern_like_torch(dtype):
         assert_same_bits(moved, expected_probe(weights, h))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
 def test_probe_does_not_depend_on_thread_count(dtype, restore_threads):
     results = []

@@ -175,6 +175,7 @@ def test_general_power_denominator_over_fifty_decades(dtype, power):
     assert (((x - wanted) / wanted).abs() <= power_rtol(dtype)).all()
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("power", [0.5, 1.0, 0.7])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
@@ -265,6 +266,7 @@ def test_a_first_refresh_lost_to_overflow_moves_nothing(dtype, runner):
 # ---- beyond the cache ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("mode", ["ordinary", "unsigned"])
 def test_step_past_the_cache_equals_the_reference(mode):
     specs = (Spec(((1 << 22) + 8,)), Spec((16_387,), "misaligned"), Spec((9_001,), dtype=torch.float64))

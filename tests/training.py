@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.nn import functional as F
 
 from sassha_fast import SASSHA
 
-BACKENDS = ("reference", "foreach", "cpu")
+DEVICE = os.environ.get("SASSHA_TEST_DEVICE", "cpu")  # see conftest.py
+BACKENDS = ("reference", "foreach", DEVICE)
 
 
 def make_net(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
@@ -21,8 +23,10 @@ def make_net(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential
 
 
 def make_batch(dtype: torch.dtype = torch.float32, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(32, 12, generator=generator).to(dtype), torch.randint(0, 3, (32,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn(32, 12, generator=generator, device="cpu")
+    y = torch.randint(0, 3, (32,), generator=generator, device="cpu")
+    return x.to(DEVICE, dtype), y.to(DEVICE)
 
 
 def make_loss(net: nn.Module, dtype: torch.dtype = torch.float32, seed: int = 1) -> Callable[[], Tensor]:

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "../checks.h"
+#include "../rows.h"
 #include "kernels.h"
 
 namespace sassha {
@@ -26,22 +26,21 @@ void probe(Rows rows, double h, int64_t seed, int64_t draw);
 // `tallies` has one entry per row, or is null on an ordinary step. `options.stream` is decided here.
 void step(Rows rows, StepOptions options, Tally* tallies);
 
-inline int64_t address(const Tensor& t) { return reinterpret_cast<int64_t>(t.data_ptr()); }
-
-// The number of a draw, which lives in memory so that a captured graph can count it up.
-inline uint32_t draw_in(const char* op, const Tensor& draw) {
-  STD_TORCH_CHECK(draw.is_cpu() && draw.scalar_type() == ScalarType::Long && draw.numel() == 1, op,
-                  ": a draw must be one int64 on the CPU");
+inline uint32_t number_in(const Tensor& draw) {
   return static_cast<uint32_t>(*static_cast<const int64_t*>(draw.data_ptr()));
 }
 
+inline AscentOptions ascent_options(const Tensor& scales, bool adaptive, int64_t seed, const Tensor& draw) {
+  return {static_cast<const float*>(scales.data_ptr()), adaptive, static_cast<uint64_t>(seed), number_in(draw)};
+}
+
 // Options of an update; a `noise_draw` asks for rounding at random.
-inline StepOptions step_options(const char* op, const Tensor& scalars, int64_t seed, int64_t draw,
+inline StepOptions step_options(const Tensor& scalars, int64_t seed, int64_t draw,
                                 const std::optional<Tensor>& noise_draw) {
   return {static_cast<const StepScalars<double>*>(scalars.data_ptr()),
           static_cast<uint64_t>(seed),
           static_cast<uint32_t>(draw),
-          noise_draw.has_value() ? draw_in(op, *noise_draw) : 0,
+          noise_draw.has_value() ? number_in(*noise_draw) : 0,
           noise_draw.has_value(),
           /*stream=*/false};
 }

@@ -29,7 +29,7 @@ double square_sum_of(const T* grad, const T* param, int64_t size) {
 }  // namespace
 
 double square_sum(const Row& row, int64_t begin, int64_t size, bool adaptive) {
-  return with_dtype(row, [&](auto tag) {
+  return with_dtype(row.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const T* grad = at<T>(row.grad, begin);
     return adaptive ? square_sum_of<T, true>(grad, at<T>(row.param, begin), size)

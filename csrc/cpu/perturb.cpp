@@ -49,14 +49,14 @@ void perturb_of(const Row& row, int64_t begin, int64_t size, const AscentOptions
 }  // namespace
 
 void perturb(const Row& row, int64_t begin, int64_t size, const AscentOptions& options) {
-  with_dtype(row, [&](auto tag) {
+  with_dtype(row.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     options.adaptive ? perturb_of<T, true>(row, begin, size, options) : perturb_of<T, false>(row, begin, size, options);
   });
 }
 
 void restore(const Row& row, int64_t begin, int64_t size, bool stream) {
-  with_dtype(row, [&](auto tag) {
+  with_dtype(row.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     T* param = at<T>(row.param, begin);
     const T* backup = at<T>(row.backup, begin);

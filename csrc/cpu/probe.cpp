@@ -17,7 +17,7 @@ SASSHA_HD void signed_constant(C v, C* out, N n, const Stream& stream, int64_t e
 
 void rademacher(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw) {
   const Stream stream{seed, static_cast<uint32_t>(row.index), draw};
-  with_dtype(row, [&](auto tag) {
+  with_dtype(row.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
     T* out = at<T>(row.param, begin);
@@ -31,7 +31,7 @@ void rademacher(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint
 
 void probe(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw, double h) {
   const Stream stream{seed, static_cast<uint32_t>(row.index), draw};
-  with_dtype(row, [&](auto tag) {
+  with_dtype(row.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
     T* param = at<T>(row.param, begin);

@@ -5,20 +5,6 @@
 namespace sassha::SASSHA_ISA {
 namespace {
 
-enum class Product {
-  kNone,      // ordinary step: D stays
-  kUnsigned,  // refresh from Hz; z is drawn again in registers
-  kSigned,    // refresh from a sum of z * Hz over probes
-  kProbed,    // refresh from the gradient at x + eps + h z
-};
-
-template <typename C>
-StepScalars<C> rounded(const StepScalars<double>& s) {
-  return {C(s.decay),      C(s.beta1), C(s.one_minus_beta1), C(s.beta2), C(s.one_minus_beta2), C(s.bias2),
-          C(s.bias2_kept), C(s.eps),   C(s.step_size),       C(s.power), C(s.product_scale),   C(s.grad_scale),
-          C(s.clip),       C(s.skip)};
-}
-
 // One block of z * Hz, averaged over probes, and what it adds to the tally. Returns whether all of it is finite.
 template <Product kProduct, typename C, typename N>
 SASSHA_HD bool curvature_sample(const C* product, const C* g, C* h, N n, const Stream& stream, int64_t element,
@@ -112,17 +98,23 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
 
 template <typename T, Power kPower>
 Tally step_with_power(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
-  if (row.product == 0) return step_of<T, kPower, Product::kNone>(row, begin, size, options);
-  if (row.flags & kProbeGradient) return step_of<T, kPower, Product::kProbed>(row, begin, size, options);
-  return row.flags & kSignedProduct ? step_of<T, kPower, Product::kSigned>(row, begin, size, options)
-                                    : step_of<T, kPower, Product::kUnsigned>(row, begin, size, options);
+  switch (product_of(row)) {
+    case Product::kNone:
+      return step_of<T, kPower, Product::kNone>(row, begin, size, options);
+    case Product::kUnsigned:
+      return step_of<T, kPower, Product::kUnsigned>(row, begin, size, options);
+    case Product::kSigned:
+      return step_of<T, kPower, Product::kSigned>(row, begin, size, options);
+    default:
+      return step_of<T, kPower, Product::kProbed>(row, begin, size, options);
+  }
 }
 
 }  // namespace
 
 Tally step(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
   const double power = options.scalars[row.cohort].power;
-  return with_dtype(row, [&](auto tag) {
+  return with_dtype(row.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (power == 0.5) return step_with_power<T, Power::kHalf>(row, begin, size, options);
     if (power == 1.0) return step_with_power<T, Power::kOne>(row, begin, size, options);

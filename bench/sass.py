@@ -1,0 +1,200 @@
+"""What the machine code of a GPU kernel says about its speed: accesses in the hot loop, registers, occupancy.
+
+Figures are read from the compiled code, not measured. ``section`` writes them into docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / "docs" / "gpu.md"
+
+
+# ---- machine code -------------------------------------------------------------------------------------------------
+
+
+def tool(name: str) -> str:
+    """A program of the CUDA toolkit, or the one that comes with triton."""
+    home = os.environ.get("CUDA_HOME")
+    found = shutil.which(name, path=str(Path(home) / "bin") if home else None) or shutil.which(name)
+    if found is None:
+        import triton
+
+        path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+        found = str(path) if path.exists() else None
+    if found is None:
+        raise FileNotFoundError(f"{name} was not found; install the CUDA toolkit, or triton, which brings it along")
+    return found
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of SASS."""
+
+    address: int
+    predicated: bool
+    opcode: str
+    target: int | None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of global memory that a thread moves with it."""
+        if not re.match(r"(LDG|STG|LD|ST)\b", self.opcode):
+            return 0
+        for width, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
+            if width in self.opcode.split("."):
+                return size
+        return 4
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel for one architecture."""
+
+    name: str
+    arch: int
+    registers: int
+    shared: int
+    stack: int
+    code: tuple[Instruction, ...]
+
+    @property
+    def spills(self) -> int:
+        """Instructions that move registers to and from local memory."""
+        return sum(re.match(r"(LDL|STL)\b", i.opcode) is not None for i in self.code)
+
+    @cached_property
+    def hot_loop(self) -> list[Instruction]:
+        """The natural loop that moves most bytes."""
+        return max(natural_loops(self.code), key=lambda loop: sum(i.bytes for i in loop), default=[])
+
+    def accesses(self, opcode: str, size: int) -> int:
+        """How often the hot loop loads (``LDG``) or stores (``STG``) vectors of ``size`` bytes."""
+        return sum(i.opcode.startswith(opcode) and i.bytes == size for i in self.hot_loop)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a thread moves in one turn of the hot loop."""
+        return sum(i.bytes for i in self.hot_loop)
+
+    @property
+    def widest_only(self) -> bool:
+        """Whether all of them go in vectors of 128 bits."""
+        return all(i.bytes in (0, 16) for i in self.hot_loop)
+
+
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
+
+
+def instructions(text: str) -> tuple[Instruction, ...]:
+    """Parses the disassembly of one function."""
+    out = []
+    for address, predicate, opcode, operands in _LINE.findall(text):
+        found = re.search(r"0x([0-9a-f]+)", operands) if opcode.startswith("BRA") else None
+        out.append(Instruction(int(address, 16), bool(predicate), opcode, int(found[1], 16) if found else None))
+    return tuple(out)
+
+
+def natural_loops(code: tuple[Instruction, ...]) -> list[list[Instruction]]:
+    """Loops by their back edges: jumps to a block that every way to them passes through."""
+    number = {instruction.address: i for i, instruction in enumerate(code)}
+    starts = {0}
+    for i, instruction in enumerate(code):
+        if instruction.target is not None or instruction.opcode.startswith(("EXIT", "RET", "BRX", "JMP")):
+            starts.add(i + 1)
+        if instruction.target in number:
+            starts.add(number[instruction.target])
+    order = sorted(s for s in starts if s < len(code))
+    ends = [*order[1:], len(code)]
+    block_at = {start: b for b, start in enumerate(order)}
+    following: list[set[int]] = []
+    for b, end in enumerate(ends):
+        last = code[end - 1]
+        goes_on = last.predicated or not last.opcode.startswith(("BRA", "EXIT", "RET", "BRX", "JMP"))
+        after = {b + 1} if goes_on and b + 1 < len(order) else set()
+        if last.target in number:
+            after.add(block_at[number[last.target]])
+        following.append(after)
+    before: list[set[int]] = [set() for _ in order]
+    for b, after in enumerate(following):
+        for other in after:
+            before[other].add(b)
+    everything = set(range(len(order)))
+    dominators = [{0}] + [set(everything) for _ in order[1:]]
+    changed = True
+    while changed:
+        changed = False
+        for b in range(1, len(order)):
+            common = set.intersection(*(dominators[p] for p in before[b])) if before[b] else set()
+            if common | {b} != dominators[b]:
+                dominators[b], changed = common | {b}, True
+    loops = []
+    for b, after in enumerate(following):
+        for head in after & dominators[b]:
+            body, todo = {head, b}, [b] if b != head else []
+            while todo:
+                for p in before[todo.pop()]:
+                    if p not in body:
+                        body.add(p)
+                        todo.append(p)
+            loops.append([i for block in sorted(body) for i in code[order[block] : ends[block]]])
+    return loops
+
+
+def read(path: Path, arch: int) -> list[Kernel]:
+    """The kernels of an object file or cubin for one architecture."""
+    command = [tool("cuobjdump"), "-arch", f"sm_{arch}"]
+    usage = subprocess.run([*command, "--dump-resource-usage", str(path)], capture_output=True, text=True, check=True)
+    sass = subprocess.run([*command, "-sass", str(path)], capture_output=True, text=True, check=True)
+    found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage.stdout)
+    bodies = dict(re.findall(r"Function : (\S+)\n(.*?)(?=Function : |\Z)", sass.stdout, re.DOTALL))
+    return [
+        Kernel(name, arch, int(registers), int(shared), int(stack), instructions(bodies[name]))
+        for name, registers, stack, shared in found
+    ]
+
+
+# ---- occupancy ----------------------------------------------------------------------------------------------------
+
+WARP = 32
+REGISTERS = 65536  # of a multiprocessor, handed out to a warp in units of 256
+RESERVED = 1024  # bytes of shared memory that the system takes of every block
+MAX_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # KiB of a multiprocessor
+
+
+def occupancy(arch: int, registers: int, shared: int, threads: int) -> float:
+    """Share of a multiprocessor's warps that are resident, by the limits in NVIDIA's programming guide."""
+    warps = -(-threads // WARP)
+    per_warp = -(-registers * WARP // 256) * 256
+    by_registers = REGISTERS // per_warp // 4 * 4 // warps
+    by_shared = SHARED[arch] * 1024 // (-(-(shared + RESERVED) // 128) * 128)
+    blocks = min(by_registers, by_shared, MAX_WARPS[arch] // warps, 32)
+    return blocks * warps / MAX_WARPS[arch]
+
+
+# ---- the document -------------------------------------------------------------------------------------------------
+
+
+def section(name: str, text: str) -> None:
+    """Replaces what stands between the markers of a section in docs/gpu.md."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    document = DOCUMENT.read_text()
+    if begin not in document or end not in document:
+        raise RuntimeError(f"{DOCUMENT} has no markers {begin} and {end}")
+    head, rest = document.split(begin)
+    tail = rest.split(end)[1]
+    DOCUMENT.write_text(f"{head}{begin}\n{text.strip()}\n{end}{tail}")
+
+
+def table(header: list[str], rows: list[list[object]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

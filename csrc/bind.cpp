@@ -1,0 +1,132 @@
+// Writing addresses into a table in host memory, and cutting its rows into chunks: the same for every device.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+#include "library.h"
+#include "rows.h"
+
+namespace sassha {
+namespace {
+
+Row* rows_in(const Tensor& table) { return static_cast<Row*>(table.data_ptr()); }
+
+constexpr int64_t kParamColumn = offsetof(Row, param) / sizeof(int64_t);
+constexpr int64_t kGradColumn = offsetof(Row, grad) / sizeof(int64_t);
+constexpr int64_t kExpAvgColumn = offsetof(Row, exp_avg) / sizeof(int64_t);
+constexpr int64_t kHessianColumn = offsetof(Row, hessian) / sizeof(int64_t);
+constexpr int64_t kLastAddress = offsetof(Row, product) / sizeof(int64_t);
+
+// Owns a list that came in over the boundary.
+struct ListOwner {
+  explicit ListOwner(StableListHandle handle) : list(handle) {}
+  ListOwner(const ListOwner&) = delete;
+  ~ListOwner() { torch_delete_list(list); }
+  size_t size() const {
+    size_t n = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list, &n));
+    return n;
+  }
+  StableListHandle list;
+};
+
+// Marks the rows whose gradient is alone in its storage, and returns how many are not. `storages` has their sizes.
+int64_t mark_owned(Row* rows, const std::vector<int64_t>& storages) {
+  struct Range {
+    int64_t begin, end;
+    size_t row;
+  };
+  std::vector<Range> ranges;
+  ranges.reserve(storages.size());
+  bool sorted = true;
+  for (size_t i = 0; i < storages.size(); ++i) {
+    const int64_t bytes = rows[i].numel * item_size(rows[i].dtype);
+    rows[i].flags = storages[i] == bytes ? rows[i].flags | kOwnsBuffer : rows[i].flags & ~kOwnsBuffer;
+    if (bytes == 0) continue;
+    sorted = sorted && (ranges.empty() || ranges.back().begin <= rows[i].grad);
+    ranges.push_back({rows[i].grad, rows[i].grad + bytes, i});
+  }
+  if (!sorted) {
+    std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  }
+  size_t widest = 0;  // the range that reaches furthest so far
+  for (size_t i = 1; i < ranges.size(); ++i) {
+    if (ranges[i].begin < ranges[widest].end) {
+      rows[ranges[i].row].flags &= ~kOwnsBuffer;
+      rows[ranges[widest].row].flags &= ~kOwnsBuffer;
+    }
+    if (ranges[i].end > ranges[widest].end) widest = i;
+  }
+  int64_t shared = 0;
+  for (size_t i = 0; i < storages.size(); ++i) shared += (rows[i].flags & kOwnsBuffer) == 0;
+  return shared;
+}
+
+// Writes the addresses of `tensors` into a column. Returns how many of them do not fit their row in dtype, shape or
+// order of elements (the caller then finds out which and says so), and how many gradients share memory.
+//
+// This runs over every gradient of every step, so it takes the list as it crosses the boundary and makes no
+// torch::stable::Tensor of its entries.
+std::tuple<int64_t, int64_t> table_bind(const Tensor& table, int64_t column, StableListHandle tensors, size_t size) {
+  STD_TORCH_CHECK(table.is_contiguous() && table.dim() == 2 && table.size(1) == kRowWords &&
+                      table.scalar_type() == ScalarType::Long && table.size(0) == static_cast<int64_t>(size),
+                  "sassha_table_bind: table must be a contiguous int64 tensor of shape [", size, ", ", kRowWords, "]");
+  STD_TORCH_CHECK(column >= 0 && column <= kLastAddress, "sassha_table_bind: column ", column, " holds no addresses");
+  Row* rows = rows_in(table);
+  std::vector<int64_t> storages(column == kGradColumn ? size : 0);
+  int64_t misfits = 0;
+  for (size_t i = 0; i < size; ++i) {
+    StableIValue item;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(tensors, i, &item));
+    const TensorView t(torch::stable::detail::to<AtenTensorHandle>(item));
+    Row& row = rows[i];
+    if (column == kParamColumn) {
+      row.dtype = t.dtype();
+      row.numel = t.numel();
+      row.layout = t.layout();
+    }
+    const bool state = column == kExpAvgColumn || column == kHessianColumn;
+    const int64_t expected = state && row.dtype != kFloat64 ? static_cast<int64_t>(kFloat32) : row.dtype;
+    if (t.dtype() != expected || t.numel() != row.numel || t.layout() != row.layout) {
+      ++misfits;
+      continue;
+    }
+    reinterpret_cast<int64_t*>(&row)[column] = t.address();
+    if (!storages.empty()) storages[i] = t.storage_size();
+  }
+  return {misfits, misfits == 0 ? mark_owned(rows, storages) : 0};
+}
+
+void boxed_table_bind(StableIValue* stack, uint64_t, uint64_t) {
+  namespace detail = torch::stable::detail;
+  const Tensor table = detail::to<Tensor>(stack[0]);
+  const int64_t column = detail::to<int64_t>(stack[1]);
+  const ListOwner tensors(detail::to<StableListHandle>(stack[2]));
+  const auto [misfits, shared] = table_bind(table, column, tensors.list, tensors.size());
+  stack[0] = detail::from(misfits);
+  stack[1] = detail::from(shared);
+}
+
+// The chunks of a table as one int32 tensor (see struct Chunk), and the number of chunks of each dtype.
+std::tuple<Tensor, Tensor> op_table_chunks(Tensor table) {
+  const Chunks found(rows_in(table), table.size(0));
+  const int64_t pairs = static_cast<int64_t>(found.chunks.size() + found.spans.size());
+  Tensor chunks = new_tensor(table, {pairs, 2}, ScalarType::Int);
+  found.write(static_cast<char*>(chunks.data_ptr()));
+  Tensor counts = new_tensor(table, {kDTypes}, ScalarType::Long);
+  std::memcpy(counts.data_ptr(), found.counts, sizeof(found.counts));
+  return {chunks, counts};
+}
+
+}  // namespace
+}  // namespace sassha
+
+// The table lies in host memory and the tensors anywhere.
+SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, CPU, m) { m.impl("table_bind", &sassha::boxed_table_bind); }
+SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, CUDA, m) { m.impl("table_bind", &sassha::boxed_table_bind); }
+SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, CompositeExplicitAutograd, m) {
+  m.impl("table_chunks", TORCH_BOX(&sassha::op_table_chunks));
+}

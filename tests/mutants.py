@@ -1,0 +1,232 @@
+"""``make mutants``: breaks the CUDA kernels in one place at a time and runs the tests on the simulator.
+
+A mutant that passes is a hole in the tests. Each one is built and run in a copy of the sources.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Mutant(NamedTuple):
+    """One change: ``new`` in place of the first (or ``nth``) ``old`` in a file of csrc."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    nth: int = 1
+
+
+MUTANTS = (
+    # ---- barriers
+    Mutant("no barrier after the signs are drawn", "cuda/multi_tensor.cuh", "  }\n  __syncthreads();\n}", "  }\n}"),
+    Mutant(
+        "no barrier between warps and their sum", "cuda/multi_tensor.cuh", "  __syncthreads();\n  if (thr", "  if (thr"
+    ),
+    Mutant("no barrier after the scalars are shared", "cuda/step.cuh", "  }\n  __syncthreads();\n}", "  }\n}"),
+    Mutant(
+        "no barrier after signs are cleared", "cuda/step.cuh", "      __syncthreads();\n    } else {", "    } else {"
+    ),
+    # ---- bounds
+    Mutant("vectors one too far", "cuda/multi_tensor.cuh", "i < extent.whole;", "i <= extent.whole;"),
+    Mutant("elements one too far", "cuda/multi_tensor.cuh", "i < extent.size;", "i <= extent.size;"),
+    Mutant("elements one too few", "cuda/multi_tensor.cuh", "i < extent.size;", "i < extent.size - 1;"),
+    Mutant("vectors without the rest of the division", "cuda/multi_tensor.cuh", "size - size % kWidth", "size"),
+    Mutant("no single elements after the vectors", "cuda/multi_tensor.cuh", "i < extent.size;", "i < extent.whole;"),
+    Mutant(
+        "sign calls one too few",
+        "cuda/multi_tensor.cuh",
+        "call * kPerCall < piece.size",
+        "call * kPerCall + kPerCall < piece.size",
+    ),
+    Mutant(
+        "no bound on the last chunk",
+        "cuda/multi_tensor.cuh",
+        "left < kChunk ? left : kChunk",
+        "left > kChunk ? left : kChunk",
+    ),
+    Mutant("sums over chunks one too far", "cuda/norm.cuh", "i < n; i += kThreads", "i <= n; i += kThreads"),
+    Mutant("sums over chunks one too few", "cuda/norm.cuh", "i < n; i += kThreads", "i < n - 1; i += kThreads"),
+    Mutant("tallies without the last chunk", "cuda/step.cuh", "i < span.count;", "i < span.count - 1;"),
+    # ---- chunks
+    Mutant(
+        "first chunk of a row is missing", "rows.h", "for (int64_t c = 0; c < count", "for (int64_t c = 1; c < count"
+    ),
+    Mutant("last chunk of a row is missing", "rows.h", "rows[r].numel + kChunk - 1", "rows[r].numel"),
+    Mutant("every chunk is the first", "cuda/multi_tensor.cuh", "kChunk * chunk.number", "kChunk * 0"),
+    Mutant("first chunk by the wrong dtype", "cuda/launch.h", "chunks + first}", "chunks}"),
+    Mutant("partial sums of one dtype over another's", "cuda/norm.cu", "partials + first", "partials"),
+    Mutant("tallies of one dtype over another's", "cuda/step.cu", "partials + first", "partials"),
+    Mutant("all sums in one group", "cuda/norm.cuh", "partial.group == static_cast<int64_t>(blockIdx.x)", "true"),
+    # ---- vectors
+    Mutant(
+        "alignment of the first address alone",
+        "cuda/vector_io.cuh",
+        "% kVectorBytes == 0) && ...)",
+        "% kVectorBytes == 0) || ...)",
+    ),
+    Mutant(
+        "alignment to half a vector", "cuda/vector_io.cuh", "addresses % kVectorBytes", "addresses % (kVectorBytes / 2)"
+    ),
+    Mutant(
+        "alignment is not asked for", "cuda/multi_tensor.cuh", "wide ? size - size % kWidth : 0", "size - size % kWidth"
+    ),
+    Mutant(
+        "second half of a wide load",
+        "cuda/vector_io.cuh",
+        "reinterpret_cast<const Vector*>(from) + k",
+        "reinterpret_cast<const Vector*>(from)",
+    ),
+    Mutant(
+        "second half of a wide store",
+        "cuda/vector_io.cuh",
+        "reinterpret_cast<Vector*>(to) + k",
+        "reinterpret_cast<Vector*>(to)",
+    ),
+    # ---- sums
+    Mutant("a warp sums half of its lanes", "cuda/multi_tensor.cuh", "delta = kWarp / 2", "delta = kWarp / 4"),
+    Mutant(
+        "the last warp is left out",
+        "cuda/multi_tensor.cuh",
+        "w < kThreads / kWarp; ++w",
+        "w < kThreads / kWarp - 1; ++w",
+    ),
+    Mutant("squares lose their square", "cuda/norm.cuh", "fma(v, v, sum)", "fma(v, 1.0, sum)"),
+    Mutant("adaptive norm without |x|", "cuda/norm.cuh", "absolute(x[j]) * g[j]", "g[j]"),
+    # ---- random bits
+    Mutant("a constant probe", "cuda/multi_tensor.cuh", "words[offset / 32] >> (offset % 32)", "0"),
+    Mutant(
+        "every chunk has the signs of the first", "cuda/multi_tensor.cuh", "piece.begin / kSignsPerCall + call", "call"
+    ),
+    Mutant("signs of the first element for all", "cuda/step.cuh", "(signs >> j) & 1u", "signs & 1u"),
+    Mutant(
+        "signed products are signed again",
+        "cuda/step.cuh",
+        "product == Product::kSigned)",
+        "product == Product::kNone)",
+    ),
+    Mutant("noise of the wrong elements", "cuda/multi_tensor.cuh", "16 * (place % 2)", "16 * (place / 4)"),
+    Mutant("ascent and update share their noise", "cuda/step.cuh", "kUpdateNoise", "kAscentNoise"),
+    Mutant("noise of every chunk from the first", "cuda/perturb.cuh", "stream, piece.begin + offset", "stream, offset"),
+    # ---- maths
+    Mutant("curvature without abs", "math.h", "s.one_minus_beta2 * absolute(h)", "s.one_minus_beta2 * h"),
+    Mutant(
+        "no bias correction of curvature",
+        "math.h",
+        "const C corrected = d / bias2;",
+        "const C corrected = d; (void)bias2;",
+    ),
+    Mutant("correction of the newest refresh for all", "cuda/step.cuh", "known ? s.bias2 : s.bias2_kept", "s.bias2"),
+    Mutant("products that are not finite count", "cuda/step.cuh", "seen.finite += known ? 1 : 0", "seen.finite += 1"),
+    Mutant(
+        "they reach the curvature",
+        "cuda/step.cuh",
+        "d[j] = known ? curvature(d[j], h[j], s) : d[j]",
+        "d[j] = curvature(d[j], h[j], s)",
+    ),
+    Mutant("zero products count as negative", "cuda/step.cuh", "known && h[j] < 0", "known && h[j] <= 0"),
+    Mutant("weights without curvature move", "math.h", "return sign_bit(d) ? x : moved;", "return moved;"),
+    Mutant("a difference without its sign", "cuda/step.cuh", "h[j] - g[j] : h[j]", "g[j] - h[j] : h[j]"),
+    Mutant("power one takes the root", "cuda/step.cu", "kernel<T, decltype(p)::value>", "kernel<T, Power::kHalf>"),
+    Mutant(
+        "general power forgets one",
+        "cuda/step.cuh",
+        "if (s.power == C(1)) return denominator<Power::kOne>",
+        "if (s.power == C(1)) return denominator<Power::kHalf>",
+    ),
+    Mutant("no scale still multiplies", "cuda/perturb.cuh", "if (scale == 0) {", "if (false) {"),
+    Mutant("backup of x + eps", "cuda/perturb.cuh", "store_raw(backup + offset, raw);", "store(backup + offset, x);"),
+    Mutant("a skipped step is taken", "cuda/step.cuh", "if (common.scalars.skip != 0) {", "if (false) {"),
+    Mutant("a skipped refresh is taken", "cuda/step.cuh", "if (common.scalars.skip != 0) {", "if (false) {", nth=2),
+    Mutant("momentum is not kept", "cuda/step.cuh", "    store(at<C>(row.exp_avg, common.begin + offset), m);\n", ""),
+    Mutant(
+        "curvature is not kept", "cuda/step.cuh", "      store(at<C>(row.hessian, common.begin + offset), d);\n", ""
+    ),
+)
+
+
+def mutate(mutant: Mutant, folder: Path) -> None:
+    """Changes one place of a copy of the sources."""
+    path = folder / "csrc" / mutant.file
+    parts = path.read_text().split(mutant.old)
+    if len(parts) <= mutant.nth:
+        sys.exit(f"mutants: {mutant.file} has no {mutant.nth}. {mutant.old!r}; the list is out of date")
+    head, tail = mutant.old.join(parts[: mutant.nth]), mutant.old.join(parts[mutant.nth :])
+    path.write_text(head + mutant.new + tail)
+
+
+def build(folder: Path) -> bool:
+    """Builds the simulator of the copy; objects that a mutant leaves alone are taken over."""
+    text = (ROOT / "build" / "native" / "build.ninja").read_text()
+    build_dir = folder / "build" / "native"
+    for part in ("csrc", "tests"):
+        text = text.replace(str(ROOT / part), str(folder / part))
+    (build_dir / "build.ninja").write_text(text.replace("-O2", "-O1"))
+    ninja = [str(Path(sys.executable).with_name("ninja")), "-C", str(build_dir), "_cuda_sim.so"]
+    return subprocess.run(ninja, capture_output=True).returncode == 0
+
+
+def survives(folder: Path) -> bool:
+    """Whether the tests of the simulator pass in the copy."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-k",
+        "(cuda_sim or test_cuda) and not sanitizers",
+        "-p",
+        "no:cacheprovider",
+    ]
+    tests = [f"tests/test_{name}.py" for name in ("cuda", "norm", "perturb", "step", "probe")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run([*command, *tests], cwd=folder, env=environment, capture_output=True, timeout=600)
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode == 5:
+        sys.exit("mutants: no test was found")
+    return done.returncode == 0
+
+
+def main() -> None:
+    """Runs those whose description contains an argument, or all."""
+    chosen = [m for m in MUTANTS if not sys.argv[1:] or any(word in m.what for word in sys.argv[1:])]
+    survivors = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "build" / "native").mkdir(parents=True)
+        for part in ("csrc", "tests", "sassha_fast"):
+            shutil.copytree(ROOT / part, folder / part)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        if not build(folder) or not survives(folder):
+            sys.exit("mutants: the tests fail before anything is broken")
+        for mutant in chosen:
+            begin = time.monotonic()
+            original = (folder / "csrc" / mutant.file).read_text()
+            mutate(mutant, folder)
+            verdict = "does not compile"
+            if build(folder):
+                verdict = "SURVIVED" if survives(folder) else "killed"
+            if verdict != "killed":
+                survivors.append(mutant.what)
+            (folder / "csrc" / mutant.file).write_text(original)
+            print(f"{verdict:<9} {mutant.what} ({mutant.file}, {time.monotonic() - begin:.0f} s)", flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants killed")
+    if survivors:
+        sys.exit(f"mutants: the tests do not notice: {', '.join(survivors)}")
+
+
+if __name__ == "__main__":
+    main()

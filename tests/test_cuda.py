@@ -1,0 +1,400 @@
+"""The CUDA kernels, run by the simulator in several orders of threads, and the library that holds them."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from cases import CASES, N_GROUPS, Case, Spec, assert_same_bits, build, groups_of, indices_of, members_of, pair_id
+from sim import LIBRARY, OPS, ORDERS, SimPasses, thread_order
+from test_norm import expected_sums, sums_by
+from test_perturb import SCALES, expected_case, perturb_by
+from test_probe import DRAW, SEED, expected_probe, expected_signs
+from test_step import MODES, assert_stepped, cohorts_of, scalars_for, step_by
+from test_step import expected_case as expected_step
+from training import assert_same_bits as assert_same_lists
+from training import assert_same_state, make_loss, make_net, snapshot, state_of, three_calls
+
+from sassha_fast import SASSHA, backends, ops
+from sassha_fast.cuda import KEPT, Mirrors
+from sassha_fast.passes import Passes, Product
+from sassha_fast.scalars import StepScalars
+
+pytestmark = pytest.mark.usefixtures("native_ops")
+BY_NAME = {case.name: case for case in CASES}
+# One vector width each, and every way that a list can go wrong.
+SHUFFLED = [
+    (BY_NAME["sizes"], torch.float32),
+    (BY_NAME["chunks"], torch.float64),
+    (BY_NAME["chunks"], torch.bfloat16),
+    (BY_NAME["misaligned"], torch.float32),
+    (BY_NAME["misaligned"], torch.float16),
+    (BY_NAME["empty_last"], torch.float32),
+    (BY_NAME["mixed_dtypes"], torch.float32),
+]
+
+
+@pytest.fixture
+def cuda_sim(monkeypatch):
+    """Makes the simulator a backend that an optimizer can be built with."""
+    backend = backends.Backend("cuda_sim", "the CUDA kernels on the CPU", lambda: SimPasses, lambda device: None)
+    monkeypatch.setitem(backends._REGISTRY, "cuda_sim", backend)
+
+
+# ---- orders of threads --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS[1:])
+@pytest.mark.parametrize(("case", "dtype"), SHUFFLED, ids=pair_id)
+@pytest.mark.parametrize("power", [0.5, 1.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_step_has_the_same_bits_in_every_order_of_threads(mode, power, case, dtype, order):
+    lists = build(case, dtype, nonfinite=True)
+    with thread_order(order):
+        found = step_by("cuda_sim", lists, scalars_for(power, mode), mode)
+    assert_stepped(lists, found, expected_step(case, dtype, mode, power))
+
+
+@pytest.mark.parametrize("order", ORDERS[1:])
+@pytest.mark.parametrize(("case", "dtype"), SHUFFLED, ids=pair_id)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_perturb_has_the_same_bits_in_every_order_of_threads(adaptive, case, dtype, order):
+    lists = build(case, dtype)
+    before = [w.clone() for w in lists.weights]
+    with thread_order(order):
+        _, restore = perturb_by("cuda_sim", lists.weights, lists.grads, SCALES, adaptive, take_grads=True)
+        assert_same_bits(lists.weights, expected_case(case, dtype, adaptive))
+        restore()
+    assert_same_bits(lists.weights, before)
+
+
+@pytest.mark.parametrize(("case", "dtype"), SHUFFLED, ids=pair_id)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_norm_and_tallies_are_the_same_bits_in_every_order_of_threads(adaptive, case, dtype):
+    results = []
+    for order in ORDERS:
+        lists = build(case, dtype)
+        with thread_order(order):
+            sums = sums_by("cuda_sim", lists.weights, lists.grads, adaptive)
+            results.append([sums, step_by("cuda_sim", lists, scalars_for(0.5, "unsigned"), "unsigned")])
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("case", "dtype"), SHUFFLED, ids=pair_id)
+def test_signs_and_probes_have_the_same_bits_in_every_order_of_threads(case, dtype, order):
+    weights = build(case, dtype).weights
+    expected = expected_probe(weights, 0.013)
+    with thread_order(order):
+        OPS.probe_(weights, indices_of(len(weights)), 0.013, SEED, DRAW)
+        assert_same_bits(weights, expected)
+        OPS.rademacher_(weights, indices_of(len(weights)), SEED, DRAW)
+    assert_same_bits(weights, expected_signs(case, dtype))
+
+
+# ---- the ways of an update ----------------------------------------------------------------------------------------
+
+
+def step_like_the_reference(case, dtype, scalars, products, noise=None, order=4):
+    """Updates by the simulator and by the reference; compares bits and tallies, and returns the simulator's lists."""
+    results = []
+    for passes_class in (Passes, SimPasses):
+        lists = build(case, dtype, nonfinite=True)
+        passes = passes_class(members_of(lists.weights))
+        passes.bind_state(lists.exp_avgs, lists.hessians)
+        passes.bind_grads(lists.grads)
+        found = None if products is None else products(lists)
+        with thread_order(order):
+            tallies = passes.step(scalars, cohorts_of(len(lists.weights)), found, SEED, DRAW, noise_draw=noise)
+        results.append((lists, tallies))
+    (expected, expected_tallies), (lists, tallies) = results
+    for column in ("weights", "exp_avgs", "hessians"):
+        assert_same_bits(getattr(lists, column), getattr(expected, column), column)
+    if products is not None:
+        assert_same_bits(tallies[:, 1:], expected_tallies[:, 1:])
+    return lists
+
+
+@pytest.mark.parametrize("order", [0, 1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=pair_id)
+def test_gradients_at_a_probe_give_the_reference_s_curvature(dtype, order):
+    def probed(lists):
+        return [Product(p, signed=False, probed=True) for p in lists.products]
+
+    step_like_the_reference(BY_NAME["chunks"], dtype, scalars_for(0.5, "unsigned"), probed, order=order)
+
+
+@pytest.mark.parametrize("order", [0, 1, 4])
+def test_rows_of_one_launch_may_differ_in_their_products(order):
+    def mixed(lists):
+        kinds = (None, {"signed": True}, {"signed": False}, {"signed": False, "probed": True})
+        options = [kinds[i % 4] for i in range(len(lists.products))]
+        return [None if o is None else Product(p, **o) for p, o in zip(lists.products, options, strict=True)]
+
+    scalars = scalars_for(0.5, "unsigned")
+    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, order=order)
+    scalars[1] = scalars[1]._replace(power=1.0)
+    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, order=order)
+
+
+@pytest.mark.parametrize("mode", ["ordinary", "signed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=pair_id)
+@pytest.mark.parametrize("case", [BY_NAME["chunks"], BY_NAME["misaligned"]], ids=pair_id)
+def test_updates_round_at_random_like_the_reference(case, dtype, mode):
+    products = None if mode == "ordinary" else lambda lists: [Product(p, signed=True) for p in lists.products]
+    step_like_the_reference(case, dtype, scalars_for(0.5, mode), products, noise=torch.tensor([17]))
+
+
+@pytest.mark.parametrize("mode", ["ordinary", "signed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=pair_id)
+def test_skipped_cohorts_only_restore(dtype, mode):
+    case, scalars = BY_NAME["chunks"], scalars_for(0.5, mode)
+    scalars[1] = scalars[1]._replace(skip=1.0)
+    lists = build(case, dtype)
+    before = build(case, dtype)
+    passes = SimPasses(members_of(lists.weights))
+    passes.bind_state(lists.exp_avgs, lists.hessians)
+    passes.bind_grads(lists.grads, overwrite=True)
+    passes.perturb(SCALES, adaptive=False, take_grads=False, seed=1, draw=torch.tensor([2]))
+    passes.bind_grads(before.grads)
+    n = len(lists.weights)
+    products = None if mode == "ordinary" else [Product(p, signed=True) for p in lists.products]
+    tallies = passes.step(scalars, cohorts_of(n), products, 1, 2, restore=True)
+    for column in ("weights", "exp_avgs", "hessians"):
+        assert_same_bits(getattr(lists, column)[1::2], getattr(before, column)[1::2], column)
+        assert not torch.equal(getattr(lists, column)[-2], getattr(before, column)[-2]) or (mode, column) == (
+            "ordinary",
+            "hessians",
+        )
+    assert tallies is None or tallies[1::2].eq(0).all()
+
+
+# ---- operators on lists -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=pair_id)
+def test_list_operators_equal_the_cpu_kernels_bit_for_bit(dtype):
+    case = BY_NAME["chunks"]
+    results = []
+    for library in (torch.ops.sassha_fast, OPS):
+        lists = build(case, dtype)
+        n = len(lists.weights)
+        backups = [torch.empty_like(w) for w in lists.weights]
+        sums = library.square_sums(lists.grads, [], groups_of(n), N_GROUPS)
+        draw = torch.tensor([11])
+        library.perturb_(lists.weights, lists.grads, backups, SCALES, groups_of(n), indices_of(n), True, 5, draw)
+        moved = [w.clone() for w in lists.weights]
+        library.restore_(lists.weights, backups)
+        for power in (0.5, 1.0):
+            scalars = torch.tensor(scalars_for(power, "unsigned"), dtype=torch.float64)
+            common = (lists.weights, backups, lists.grads, lists.exp_avgs, lists.hessians)
+            library.step_(*common, scalars, cohorts_of(n), indices_of(n), 5, draw)
+            tallies = library.refresh_step_(
+                *common, lists.products, scalars, cohorts_of(n), indices_of(n), False, 5, 6, draw
+            )
+        results.append([*moved, *lists.weights, *lists.exp_avgs, *lists.hessians, tallies[:, 1:]])
+        assert_same_sums(sums, lists)
+    assert_same_bits(results[1], results[0])
+
+
+def assert_same_sums(sums, lists):
+    expected = expected_sums(lists.weights, lists.grads, False)
+    assert torch.allclose(sums, expected, rtol=1e-12, atol=0)
+
+
+def test_tables_without_chunks_are_refused():
+    table = torch.zeros(1, 13, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="a table on a device needs its chunks"):
+        OPS.table_restore(table)
+    with pytest.raises(RuntimeError, match=r"chunks must be a contiguous int32 tensor of shape \[3, 2\]"):
+        OPS.table_restore(table, torch.zeros(1, 2, dtype=torch.int32), [2, 0, 0, 0])
+
+
+# ---- the optimizer ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"adaptive": True, "rho": 0.5, "n_samples": 2}], ids=["plain", "adaptive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_twelve_steps_equal_the_reference_bit_for_bit(dtype, options, cuda_sim):
+    results = []
+    for order, backend in enumerate(("reference", "cuda_sim")):
+        net = make_net(dtype)
+        opt = SASSHA(net.parameters(), **{"lr": 0.03, "rho": 0.05, "backend": backend, "lazy_hessian": 5, **options})
+        loss = make_loss(net, dtype)
+        with thread_order(4 * order):
+            losses = [three_calls(opt, loss) for _ in range(12)]
+        results.append((snapshot(net), state_of(opt)))
+        assert losses[-1] < losses[0]
+    assert_same_lists(results[1][0], results[0][0])
+    assert_same_state(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_groups_clipping_and_powers_equal_the_reference_bit_for_bit(capturable, cuda_sim):
+    results = []
+    for backend in ("reference", "cuda_sim"):
+        net = make_net(torch.float64)
+        groups = [
+            {"params": net[0].parameters(), "rho": 0.1, "eps": 1e-3},
+            {"params": net[2].parameters(), "hessian_power": 1.0, "eps": 1e-2, "weight_decay": 0.1},
+            {"params": net[4].parameters(), "maximize": True, "clip_update": 0.1},
+        ]
+        opt = SASSHA(
+            groups, lr=0.03, rho=0.05, backend=backend, lazy_hessian=3, max_grad_norm=0.5, capturable=capturable
+        )
+        loss = make_loss(net, torch.float64)
+        for _ in range(7):
+            three_calls(opt, loss)
+        results.append((snapshot(net), state_of(opt)))
+    assert_same_lists(results[1][0], results[0][0])
+    assert_same_state(results[1][1], results[0][1])
+
+
+def passes_of(case, dtype=torch.float32):
+    lists = build(case, dtype)
+    passes = SimPasses(members_of(lists.weights))
+    passes.bind_state(lists.exp_avgs, lists.hessians)
+    return lists, passes
+
+
+def test_an_ordinary_step_of_300_tensors_takes_four_launches():
+    lists, passes = passes_of(Case("three hundred", tuple(Spec((37 * i % 271,)) for i in range(300))))
+    before = OPS.launches()
+    passes.bind_grads(lists.grads, overwrite=True)
+    passes.square_sums(adaptive=False)
+    passes.perturb(SCALES, adaptive=False, take_grads=True, seed=1, draw=torch.tensor([2]))
+    passes.bind_grads(build(BY_NAME["many"], torch.float32).grads)
+    passes.step(scalars_for(0.5, "ordinary"), cohorts_of(300), None, 1, 2, restore=True)
+    assert OPS.launches() - before == 4
+
+
+def test_every_dtype_takes_one_launch_per_pass():
+    lists, passes = passes_of(BY_NAME["mixed_dtypes"])
+    passes.bind_grads(lists.grads)
+    before = OPS.launches()
+    passes.step(scalars_for(0.5, "ordinary"), cohorts_of(len(lists.weights)), None, 1, 2)
+    assert OPS.launches() - before == 4
+
+
+def test_a_table_that_is_on_the_device_is_not_copied_again():
+    lists, passes = passes_of(BY_NAME["many"])
+    grads, draw = lists.grads, torch.tensor([2])
+    others = [torch.randn_like(g) for g in grads]
+    for step in range(4):
+        passes.bind_grads(grads, overwrite=True)
+        passes.square_sums(adaptive=False)
+        passes.perturb(SCALES, adaptive=False, take_grads=True, seed=1, draw=draw)
+        passes.restore()
+        passes.bind_grads(others)
+        passes.step(scalars_for(0.5, "ordinary"), cohorts_of(len(grads)), None, 1, 2)
+        if step == 1:  # from then on everything lies where it lay
+            uploads = passes.mirrors.uploads
+    assert passes.mirrors.uploads == uploads
+    passes.bind_grads([torch.randn_like(g) for g in grads], overwrite=True)
+    passes.square_sums(adaptive=False)
+    assert passes.mirrors.uploads == uploads + 1
+
+
+def test_tables_stay_in_host_memory_whatever_the_default_device():
+    case, scalars = BY_NAME["chunks"], scalars_for(0.5, "signed")
+    lists = build(case, torch.float32, nonfinite=True)
+    torch.set_default_device("meta")
+    try:
+        found = step_by("cuda_sim", lists, scalars, "signed")
+    finally:
+        torch.set_default_device(None)
+    assert_stepped(lists, found, expected_step(case, torch.float32, "signed", 0.5))
+
+
+def test_mirrors_hold_what_they_were_asked_for_and_frozen_ones_keep_it():
+    mirrors = Mirrors(torch.device("cpu"))
+    tables = [torch.full((2, 13), i) for i in range(KEPT + 3)]
+    frozen = mirrors.find(tables[0])
+    mirrors.kept[0].frozen = True
+    for table in tables + tables[::-1]:
+        assert torch.equal(mirrors.find(table), table)
+    assert torch.equal(frozen, tables[0])
+    assert mirrors.find(tables[0]) is frozen
+    assert len(mirrors.kept) == KEPT + 1
+
+
+def test_scalars_that_are_tensors_reach_the_table():
+    _, passes = passes_of(BY_NAME["empty_last"])
+    rows = [StepScalars(*map(float, range(14))), StepScalars(*map(float, range(20, 34)))]
+    mixed = [row._replace(grad_scale=torch.tensor(float(7 + i))) for i, row in enumerate(rows)]
+    expected = torch.tensor([row._replace(grad_scale=7.0 + i) for i, row in enumerate(rows)], dtype=torch.float64)
+    assert_same_bits(passes.scalar_table(mixed), expected)
+    assert passes.power is None
+    passes.scalar_table([row._replace(power=0.5) for row in rows])
+    assert passes.power == 0.5
+
+
+def test_sanitizers_find_nothing():
+    done = subprocess.run([LIBRARY.with_name("cuda_sim_watched")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "9 lists, 292 launches\n"
+
+
+# ---- the library --------------------------------------------------------------------------------------------------
+
+HAS_CUDA = ops.load() is None and torch._C._dispatch_has_kernel_for_dispatch_key("sassha_fast::step_", "CUDA")
+needs_cuda_build = pytest.mark.skipif(not HAS_CUDA, reason="the library was built without CUDA (no nvcc here)")
+
+
+def schemas():
+    text = (Path(__file__).parents[1] / "csrc" / "ops.cpp").read_text()
+    return re.findall(r'm\.def\(\s*"(\w+)\(', text)
+
+
+@needs_cuda_build
+def test_every_operator_has_a_kernel_for_both_devices():
+    names = schemas()
+    assert len(names) == 15
+    for name in names:
+        keys = ("CompositeExplicitAutograd",) if name in ("cpu_isa", "table_chunks") else ("CPU", "CUDA")
+        for key in keys:
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"sassha_fast::{name}", key), (name, key)
+
+
+def dynamic(*options):
+    done = subprocess.run(["readelf", "-W", *options, str(ops.LIBRARY)], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_library_needs_nothing_but_torch_and_the_c_libraries():
+    needed = set(re.findall(r"NEEDED.*\[(.+?)\]", dynamic("-d")))
+    allowed = {
+        "libtorch.so",
+        "libtorch_cpu.so",
+        "libc10.so",
+        "libstdc++.so.6",
+        "libm.so.6",
+        "libgcc_s.so.1",
+        "libc.so.6",
+    }
+    allowed |= {"libpthread.so.0", "libdl.so.2", "librt.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+    assert needed <= allowed
+    # A torch with CUDA brings the current stream along with libtorch.
+    assert "libtorch.so" in needed or not HAS_CUDA
+
+
+def test_undefined_symbols_are_the_stable_abi_or_the_c_libraries():
+    undefined, weak = set(), set()
+    for line in dynamic("--dyn-syms").splitlines():
+        fields = line.split()
+        if "UND" in fields and len(fields) > 7:
+            (weak if fields[4] == "WEAK" else undefined).add(fields[7].split("@")[0])
+    versioned = {line.split()[7].split("@")[0] for line in dynamic("--dyn-syms").splitlines() if "@" in line}
+    stable = re.compile(r"^(aoti_torch_|torch_|_ZNSt|_ZNKSt|_ZSt|_ZTVN10__cxxabiv1|_Zn|_Zd|__cxa_|__gxx_|_Unwind_)")
+    foreign = {name for name in undefined - versioned if not stable.match(name)}
+    assert foreign == set()
+    assert not any(name.startswith(("cuda", "cu", "__cuda")) for name in undefined)
+    optional = {"aoti_torch_get_current_cuda_stream"} if HAS_CUDA else set()
+    assert {name for name in weak if name.startswith(("aoti", "torch"))} == optional
+
+
+@needs_cuda_build
+def test_cuda_kernels_are_in_the_library():
+    assert ".nv_fatbin" in dynamic("-S")
