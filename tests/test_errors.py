@@ -46,7 +46,7 @@ def test_hyperparameters_must_be_finite_and_not_negative(name, value):
         ({"grad_reduce": "max"}, r"grad_reduce is 'max', expected one of \['mean', 'sum'\]"),
         ({"hvp": "magic"}, "hvp is 'magic'"),
         ({"hvp_point": "elsewhere"}, "hvp_point is 'elsewhere'"),
-        ({"backend": "gpu"}, r"backend is 'gpu', expected 'auto' or one of \['cpu', 'foreach', 'reference'\]"),
+        ({"backend": "gpu"}, r"backend is 'gpu', expected 'auto' or one of \['cpu', 'cuda', 'foreach', 'reference'\]"),
         ({"foreach": True, "fused": True}, "exclude each other"),
         ({"backend": "cpu", "foreach": True}, "contradicts"),
         ({"lr": torch.ones(2)}, r"lr is a tensor of shape \(2,\)"),
