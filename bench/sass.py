@@ -165,7 +165,7 @@ def read(path: Path, arch: int) -> list[Kernel]:
 
 WARP = 32
 REGISTERS = 65536  # of a multiprocessor, handed out to a warp in units of 256
-RESERVED = 1024  # bytes of shared memory that the system takes of every block
+RESERVED = 1024  # bytes of shared memory that the system takes of every block; from sm_90 on tools count them in
 MAX_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # KiB of a multiprocessor
 
@@ -175,7 +175,8 @@ def occupancy(arch: int, registers: int, shared: int, threads: int) -> float:
     warps = -(-threads // WARP)
     per_warp = -(-registers * WARP // 256) * 256
     by_registers = REGISTERS // per_warp // 4 * 4 // warps
-    by_shared = SHARED[arch] * 1024 // (-(-(shared + RESERVED) // 128) * 128)
+    taken = shared + (RESERVED if arch < 90 else 0)
+    by_shared = SHARED[arch] * 1024 // max(-(-taken // 128) * 128, RESERVED)
     blocks = min(by_registers, by_shared, MAX_WARPS[arch] // warps, 32)
     return blocks * warps / MAX_WARPS[arch]
 

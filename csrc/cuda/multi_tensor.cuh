@@ -9,15 +9,15 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
 // Blocks that a multiprocessor must have room for, which bounds the registers of a thread: three quarters of its
-// threads in float32 (all of them on sm_75, which has half as many); fewer where a vector has eight elements or a
-// number takes two registers.
+// threads (all of them on sm_75, which has half as many), and half as many for an update whose vectors have eight
+// elements or whose numbers take two registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-template <typename T>
-constexpr int kBlocks = sizeof(T) == 4 ? 4 : 2;
+constexpr int kBlocks = 4;
 #else
-template <typename T>
-constexpr int kBlocks = sizeof(T) == 4 ? 6 : 3;
+constexpr int kBlocks = 6;
 #endif
+template <typename T>
+constexpr int kStepBlocks = sizeof(T) == 4 ? kBlocks : kBlocks / 2;
 
 // A list of rows in device memory.
 struct Table {

@@ -7,7 +7,7 @@ namespace sassha::cuda {
 
 // `backup` may be `grad` itself: a thread reads its elements before it writes them.
 template <typename T, bool kAdaptive>
-__global__ void __launch_bounds__(kThreads) perturb_kernel(Table table, AscentArgs args) {
+__global__ void __launch_bounds__(kThreads, kBlocks) perturb_kernel(Table table, AscentArgs args) {
   using C = Compute<T>;
   const Piece piece = piece_of(table);
   T* param = at<T>(piece.row.param, piece.begin);
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) perturb_kernel(Table table, AscentAr
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) restore_kernel(Table table) {
+__global__ void __launch_bounds__(kThreads, kBlocks) restore_kernel(Table table) {
   const Piece piece = piece_of(table);
   copy<T>(piece, piece.row.param, piece.row.backup);
 }

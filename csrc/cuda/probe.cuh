@@ -6,7 +6,7 @@
 namespace sassha::cuda {
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) rademacher_kernel(Table table, uint64_t seed, uint32_t draw) {
+__global__ void __launch_bounds__(kThreads, kBlocks) rademacher_kernel(Table table, uint64_t seed, uint32_t draw) {
   using C = Compute<T>;
   __shared__ uint32_t words[kSignWords];
   const Piece piece = piece_of(table);
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) rademacher_kernel(Table table, uint6
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) probe_kernel(Table table, double h, uint64_t seed, uint32_t draw) {
+__global__ void __launch_bounds__(kThreads, kBlocks) probe_kernel(Table table, double h, uint64_t seed, uint32_t draw) {
   using C = Compute<T>;
   __shared__ uint32_t words[kSignWords];
   const Piece piece = piece_of(table);

@@ -118,7 +118,7 @@ __device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, con
 }
 
 template <typename T, Power kPower>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>) step_kernel(Table table, StepArgs args) {
+__global__ void __launch_bounds__(kThreads, kStepBlocks<T>) step_kernel(Table table, StepArgs args) {
   __shared__ Common<Compute<T>> common;
   const Piece piece = piece_of(table);
   share<T>(common, piece, args);
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) step_kernel(Table table,
 
 // Rows without a product take the ordinary update.
 template <typename T, Power kPower>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+__global__ void __launch_bounds__(kThreads, kStepBlocks<T>)
     refresh_step_kernel(Table table, StepArgs args, Tally* partials) {
   __shared__ Common<Compute<T>> common;
   const Piece piece = piece_of(table);
