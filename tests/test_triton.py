@@ -234,15 +234,15 @@ def test_a_switch_of_the_interpreter_after_import_is_said_so(monkeypatch):
 
 def test_without_the_interpreter_gpus_get_triton_and_the_cpu_is_told_why_not():
     code = (
-        "import sys, torch; from sassha_fast import backends as b; print(b._suits('triton', 'cuda'));"
-        "print('triton' in sys.modules); print(b.report())"
+        "import sys, torch; from sassha_fast import backends as b; print(b.report()); print(b._triton_why_not('cpu'));"
+        "torch.cuda.is_available = lambda: True; print(b._suits('triton', 'cuda')); print('triton' in sys.modules)"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    suits, imported, *report = done.stdout.splitlines()
+    *report, on_cpu, suits, imported = done.stdout.splitlines()
     assert (suits, imported) == ("True", "False")
-    assert any("unavailable: its kernels run on GPUs; set TRITON_INTERPRET=1" in line for line in report)
-    assert "'triton' on GPUs" in report[-1]
+    assert "its kernels run on GPUs; set TRITON_INTERPRET=1" in on_cpu
+    assert any("triton" in line and "unavailable: torch finds no GPU" in line for line in report)
 
 
 def test_parameters_on_mixed_devices_are_named():
