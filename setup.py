@@ -48,6 +48,7 @@ CUDA_FLAGS = [
     "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", f"-DTORCH_TARGET_VERSION={TORCH_FLOOR}",
 ]  # fmt: skip
 CUDA_ARCHS = "75,80,86,89,90,100,120"
+GCC_FLOOR = 11
 CUDA_FLOOR = (12, 8)  # the first release that knows sm_100 and sm_120
 # The same kernels for g++ on csrc/cuda/sim.h: a library for the tests, which is no part of the package.
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -ffunction-sections"
@@ -58,6 +59,10 @@ def find_compiler() -> str:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         sys.exit(f"setup.py: the C++ compiler {compiler!r} was not found; install g++ (11 or later) or set CXX")
+    about = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True).stdout.strip()
+    if "Free Software Foundation" in about and int(version.split(".")[0]) < GCC_FLOOR:
+        sys.exit(f"setup.py: {compiler} is g++ {version}, expected {GCC_FLOOR} or later; set CXX to a newer one")
     return compiler
 
 

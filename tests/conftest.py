@@ -33,14 +33,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the kernels under test run")
 
 
+def _device(config: pytest.Config) -> str:
+    """Where the kernels under test run. Without a GPU everything is collected as for the CPU, and skipped."""
+    return "cuda" if config.getoption("--device") == "cuda" and torch.cuda.is_available() else "cpu"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    here = collection_path.parent == Path(__file__).parent and collection_path.suffix == ".py"
+    return True if here and _device(config) == "cuda" and collection_path.stem not in ON_ANY_DEVICE else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--device") == "cpu":
         return
     for item in items:
-        if not torch.cuda.is_available():
+        if _device(config) == "cpu":
             item.add_marker(pytest.mark.skip(reason="--device cuda, but torch finds no GPU"))
-        elif Path(item.path).parent == Path(__file__).parent and Path(item.path).stem not in ON_ANY_DEVICE:
-            item.add_marker(pytest.mark.skip(reason="not about a device"))
         elif item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason="about the CPU kernels"))
 
@@ -67,8 +75,8 @@ def _quicken_interpreter() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu: about the CPU kernels alone; skipped with --device cuda")
-    os.environ["SASSHA_TEST_DEVICE"] = config.getoption("--device")  # before the modules of tests are imported
-    if config.getoption("--device") == "cuda" and torch.cuda.is_available():
+    os.environ["SASSHA_TEST_DEVICE"] = _device(config)  # before the modules of tests are imported
+    if _device(config) == "cuda":
         torch.set_default_device("cuda")
     if not ON_GPU:
         _quicken_interpreter()
