@@ -32,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # The eager loop keeps torch's cycle between parameters and gradients; the benchmark ends before it matters.
     config.addinivalue_line("filterwarnings", "ignore:Using backward:UserWarning")
     warnings.filterwarnings("ignore", message="Using backward")
+    # ReLU networks are timed with finite differences too, whatever that does to their curvature.
+    config.addinivalue_line("filterwarnings", "ignore:SASSHA.attach:UserWarning")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
