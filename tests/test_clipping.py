@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_amp import overflowing, scaled_calls, scaled_closure
 from test_closure import closure_of
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
@@ -97,23 +98,12 @@ def test_clip_update_bounds_every_element_of_the_update(backend):
     assert (moved < 0.14).sum() > 10
 
 
-def nan_at(call, base):
-    calls = 0
-
-    def loss():
-        nonlocal calls
-        calls += 1
-        return base() * (float("nan") if calls == call else 1.0)
-
-    return loss
-
-
 @pytest.mark.parametrize("closure", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_gradient_that_is_not_finite_skips_the_step(backend, closure):
     net, opt = trained(2, backend, torch.float32, skip_nonfinite=True)
     before, state = snapshot(net), state_of(opt)
-    loss = nan_at(2, make_loss(net))
+    loss = overflowing(make_loss(net), 2)
     if closure:
         opt.step(closure_of(opt, loss))
     else:
@@ -133,29 +123,8 @@ def test_a_loss_scale_is_taken_out_before_clipping():
         scaler, loss = GradScaler("cpu", init_scale=256.0, growth_interval=10**6), make_loss(net)
         for _ in range(6):
             if way == "closure":
-                _scaled_closure(opt, loss, scaler)
+                scaled_closure(opt, loss, scaler)
             else:
-                _scaled_calls(opt, loss, scaler)
+                scaled_calls(opt, loss, scaler)
         for a, b in zip(snapshot(net), snapshot(expected), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def _scaled_closure(opt, loss, scaler):
-    def closure():
-        opt.zero_grad()
-        value = loss()
-        scaler.scale(value).backward()
-        return value
-
-    opt.step(closure, scaler=scaler)
-    scaler.update()
-
-
-def _scaled_calls(opt, loss, scaler):
-    scaler.scale(loss()).backward()
-    opt.perturb_weights()
-    scaler.scale(loss()).backward(create_graph=opt.hessian_due)
-    opt.unperturb(scaler=scaler)
-    scaler.step(opt)
-    scaler.update()
-    opt.zero_grad()
