@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -69,6 +69,7 @@ class Reducing(ModelContexts):
     reduce_grads: bool | None
     _found_local: bool | None  # whether gradients turned out to be local, where nobody said so
     _synced_pass: bool  # whether DDP reduced the gradients of its last pass
+    _shadow_step: Callable[[], None]  # what a process without data does while others take a step
 
     def attach(self, model: nn.Module) -> None:
         """Names the model that closures run.
@@ -176,10 +177,6 @@ class Reducing(ModelContexts):
 
     # ---- uneven inputs ------------------------------------------------------------------------------------------
 
-    def _shadow_step(self) -> None:
-        """What a process without data does while others take a step."""
-        raise NotImplementedError
-
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See ``torch.distributed.algorithms.Join``: a process out of data takes the steps of the others."""
         if self.reduce_grads is None and not isinstance(self._model, DistributedDataParallel):
@@ -187,7 +184,7 @@ class Reducing(ModelContexts):
                 "SASSHA.join_hook: it is not known who reduces gradients; call opt.attach(ddp_model) or construct "
                 "SASSHA with reduce_grads=True"
             )
-        return _Shadow(self)
+        return _Shadow(self._shadow_step)
 
     @property
     def join_device(self) -> torch.device:
@@ -202,9 +199,9 @@ class Reducing(ModelContexts):
 
 
 class _Shadow(JoinHook):
-    def __init__(self, opt: Reducing) -> None:
-        self.opt = opt
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.step = step
 
     def main_hook(self) -> None:
         """One step of the others."""
-        self.opt._shadow_step()
+        self.step()

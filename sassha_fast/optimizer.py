@@ -18,8 +18,7 @@ from .accessors import IDLE_REFCOUNT, grad, no_grad, requires_grad, set_grad
 from .checks import check_choice, check_count, check_group, check_number, check_param
 from .closures import Closure, closure_step
 from .contexts import RandomState
-from .hutchinson import FiniteDifferences, probe_scale
-from .passes import Product
+from .hutchinson import FiniteDifferences
 from .plan import Plan
 from .refresh import Curvature
 from .state import check_checkpoint, placed
@@ -385,34 +384,6 @@ class SASSHA(Updating, Joinable):
                 )
             curvature = curvature.unscaled(known)
         return curvature
-
-    @no_grad
-    def _shadow_step(self) -> None:
-        """A step from the gradients of other processes alone; see :meth:`join_hook`."""
-        params = [p for p in self._parameters() if p.requires_grad]
-        self._set_grads({})
-        self._next_rho()
-        if self.perturb_sync:
-            self._reduce(params, None)
-            self._set_grads({})
-        products: dict[int, Tensor] | None = {} if self._clock() % self.lazy_hessian == 0 else None
-        self._reduce(params, products)
-        plan, grads = self._gather()
-        if plan is not None:
-            plan.bind_grads(grads)
-            found = None if products is None else {key: Product(h, signed=True) for key, h in products.items()}
-            self._update(plan, Curvature(found, self._product_scale()))
-        self._set_grads({})
-        self._end_of_step()
-
-    def _product_scale(self) -> float:
-        """The factor of products that other processes computed."""
-        elements = sum(p.numel() for p in self._flat)
-        return probe_scale(elements) / self.n_samples if self.hvp == "exact" else 1.0
-
-    def _end_of_step(self) -> None:
-        self._curvature = self._time = self._random = self._probe = None
-        self._ascended = self._is_reduced = False
 
     def _is_priming(self, grads: list[Tensor]) -> bool:
         """Whether this is torch.distributed.checkpoint creating state: lr 0, no ascent, no graph, no state yet."""

@@ -6,6 +6,7 @@ parameters and state are written into a table once, and a step passes one list: 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from itertools import chain, repeat
@@ -44,7 +45,7 @@ def fits_kernels(weight: Tensor) -> bool:
     return weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
 
 
-class TablePasses(Passes):
+class TablePasses(Passes, ABC):
     """Passes of kernels that take a table, in host memory. Members whose memory they can't take go the reference's way.
 
     A backend provides the methods under "kernels"; the table has a row for each member in ``self.native``, whose
@@ -244,6 +245,7 @@ class TablePasses(Passes):
 
     # ---- kernels ------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def bind(self, column: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
         """Writes addresses into a column, and with parameters also size, dtype and layout.
 
@@ -251,36 +253,35 @@ class TablePasses(Passes):
             How many tensors do not fit their row in dtype, shape or order of elements, and how many gradients share
             memory with others.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel_square_sums(self, adaptive: bool) -> Tensor:
         """Squared gradient norm per group; of |x| ⊙ g where ``adaptive``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel_weight_square_sum(self) -> Tensor:
         """Σ x² over the table."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel_perturb(self, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
         """x into the backups, x + ε into the parameters. A backup may be the gradient itself."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel_restore(self) -> None:
         """Backups into the parameters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel_rademacher(self, outs: list[Tensor], indices: list[int], seed: int, draw: int) -> None:
         """Signs into contiguous tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel_probe(self, weights: list[Tensor], indices: list[int], h: float, seed: int, draw: int) -> None:
         """Adds h·z to contiguous tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel_step(self, scalars: Tensor, seed: int, noise_draw: Tensor | None) -> None:
         """The ordinary update, of x in the backups (which may be the parameters)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel_refresh_step(self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None) -> Tensor:
         """The update with products. Returns tallies, a row per row of the table."""
-        raise NotImplementedError

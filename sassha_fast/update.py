@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from . import schedules
-from .accessors import weights_moved
+from .accessors import no_grad, weights_moved
 from .capturable import device_scalars
 from .checks import check_count, check_number
+from .hutchinson import probe_scale
+from .passes import Product
 from .plan import Plan
 from .refresh import Curvature, Refreshing
 from .scalars import Request, StepScalars, cohort_scalars
@@ -32,6 +34,8 @@ class Updating(Refreshing):
     capturable: bool
     hessian_power_scheduler: schedules.Schedule | schedules.Stepping | None
     rho_scheduler: schedules.Schedule | schedules.Stepping | None
+    _curvature: Curvature | None
+    _ascended: bool  # whether perturb_weights was called since the last step
 
     def _states(self, plan: Plan) -> list[dict[str, Any]]:
         """State of every parameter of the plan, created where it is missing."""
@@ -165,6 +169,34 @@ class Updating(Refreshing):
         clock = self._clock() + steps
         for entry in self.state.values():
             entry[HESSIAN_STEP] = clock
+
+    @no_grad
+    def _shadow_step(self) -> None:
+        """A step from the gradients of other processes alone; see :meth:`join_hook`."""
+        params = [p for p in self._parameters() if p.requires_grad]
+        self._set_grads({})
+        self._next_rho()
+        if self.perturb_sync:
+            self._reduce(params, None)
+            self._set_grads({})
+        products: dict[int, Tensor] | None = {} if self._clock() % self.lazy_hessian == 0 else None
+        self._reduce(params, products)
+        plan, grads = self._gather()
+        if plan is not None:
+            plan.bind_grads(grads)
+            found = None if products is None else {key: Product(h, signed=True) for key, h in products.items()}
+            self._update(plan, Curvature(found, self._product_scale()))
+        self._set_grads({})
+        self._end_of_step()
+
+    def _product_scale(self) -> float:
+        """The factor of products that other processes computed."""
+        elements = sum(p.numel() for p in self._flat)
+        return probe_scale(elements) / self.n_samples if self.hvp == "exact" else 1.0
+
+    def _end_of_step(self) -> None:
+        self._curvature = self._time = self._random = self._probe = None
+        self._ascended = self._is_reduced = False
 
     # ---- schedules ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import processes
 import pytest
+import replicas
 import torch
 from tolerances import DIFFERENCES_FACTOR, PROCESSES_RTOL
 from training import assert_same_bits, assert_same_state, make_net
@@ -39,11 +40,11 @@ def several(request):
 def alone(steps=30, dtype=torch.float64, factor=1.0, **options):
     """One process on the joined batch."""
     net = make_net(dtype)
-    opt = SASSHA(net.parameters(), **{**processes.OPTIONS, **options})
-    loss = processes.part_loss(net, dtype, 0, 1)
+    opt = SASSHA(net.parameters(), **{**replicas.OPTIONS, **options})
+    loss = replicas.part_loss(net, dtype, 0, 1)
     for _ in range(steps):
-        opt.step(processes.closure_of(opt, lambda: loss() * factor))
-    return processes.results(net, opt)
+        opt.step(replicas.closure_of(opt, lambda: loss() * factor))
+    return replicas.results(net, opt)
 
 
 def assert_close(found, expected, dtype=torch.float64):
@@ -115,7 +116,7 @@ def test_a_second_pass_reduced_by_ddp_is_not_reduced_again(several):
 @pytest.mark.parametrize("name", ["different", "different_fd"])
 def test_processes_that_use_other_parameters_agree(two, name):
     found = two[name][0]
-    start = [p.detach() for p in processes.TwoHeads().double().parameters()]
+    start = [p.detach() for p in replicas.TwoHeads().double().parameters()]
     moved = [bool((a != b).any()) for a, b in zip(found["params"], start, strict=True)]
     assert moved == [True] * 6 + [False] * 2
     assert [entry.get("step") for entry in found["state"]] == [8, 8, 8, 8, 7, 7, None, None]

@@ -1,0 +1,274 @@
+"""Scenarios of replicas: each process trains the whole model on its part of the batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from training import make_net
+
+from sassha_fast import SASSHA
+
+ROWS = 24  # of the joined batch: two, three and four processes share it evenly
+OPTIONS = {"lr": 0.03, "rho": 0.05, "lazy_hessian": 10, "weight_decay": 0.01}
+
+
+def batch(dtype: torch.dtype, part: int, parts: int) -> tuple[Tensor, Tensor]:
+    """Every ``parts``-th row of the joined batch."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(ROWS, 12, generator=generator).to(dtype), torch.randint(0, 3, (ROWS,), generator=generator)
+    return x[part::parts], y[part::parts]
+
+
+def part_loss(net: nn.Module, dtype: torch.dtype, part: int, parts: int) -> Callable[[], Tensor]:
+    x, y = batch(dtype, part, parts)
+    return lambda: F.cross_entropy(net(x).double(), y)
+
+
+def closure_of(opt: SASSHA, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    return closure
+
+
+def results(net: nn.Module, opt: SASSHA) -> dict[str, Any]:
+    return {
+        "params": [p.detach().clone() for p in net.parameters()],
+        "state": [copy.deepcopy(dict(opt.state.get(p, {}))) for p in net.parameters()],
+        "refreshes": opt.stats.refreshes,
+        "skipped": opt.stats.skipped_steps,
+    }
+
+
+def by_hand(
+    opt: SASSHA, model: DDP, loss: Callable[[], Tensor], first_synced: bool = False, second_synced: bool = False
+) -> None:
+    """The authors' loop, whose passes are both local, and loops in which DDP reduces some."""
+
+    def backward(synced: bool, **kwargs: bool) -> None:
+        if synced:
+            loss().backward(**kwargs)
+        else:
+            with model.no_sync():
+                loss().backward(**kwargs)
+
+    backward(first_synced)
+    opt.perturb_weights(zero_grad=True)
+    backward(second_synced, **({"create_graph": opt.hessian_due} if opt.hvp == "exact" else {}))
+    for _ in range(opt.probes_due):
+        opt.probe_weights()
+        backward(second_synced)
+    opt.unperturb()
+    opt.step()
+    opt.zero_grad()
+
+
+def train(
+    way: str = "closure",
+    steps: int = 30,
+    dtype: torch.dtype = torch.float64,
+    attach: bool = True,
+    ddp: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains a small network, each process on its part of the batch."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net(dtype)
+    model = DDP(net, **(ddp or {}))
+    opt = SASSHA(net.parameters(), **{**OPTIONS, **options})
+    if attach:
+        opt.attach(model)
+    loss = part_loss(model, dtype, rank, size)
+    for _ in range(steps):
+        if way == "closure":
+            opt.step(closure_of(opt, loss))
+        elif way == "local":
+            by_hand(opt, model, loss)
+        elif way == "synced":
+            by_hand(opt, model, loss, True, True)
+        elif way == "half":
+            by_hand(opt, model, loss, False, True)
+    return results(net, opt)
+
+
+class TwoHeads(nn.Module):
+    """A network of which each process uses another head in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.heads = nn.Linear(12, 8), nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](torch.tanh(self.body(x)))
+
+
+def different_parameters(hvp: str) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = TwoHeads().double()
+    model = DDP(net, find_unused_parameters=True)
+    opt = SASSHA(net.parameters(), **{**OPTIONS, "lazy_hessian": 3}, hvp=hvp)
+    opt.attach(model)
+    x, y = batch(torch.float64, rank, size)
+    for t in range(8):
+        head = (rank + t) % 2 if t != 4 else 0
+        opt.step(closure_of(opt, lambda head=head: F.cross_entropy(model(x, head), y)))
+    return results(net, opt)
+
+
+def uneven(perturb_sync: bool) -> dict[str, Any]:
+    """Process 0 has three batches, every other one more than the one before it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net(torch.float64)
+    model = DDP(net)
+    opt = SASSHA(net.parameters(), **{**OPTIONS, "lazy_hessian": 2}, perturb_sync=perturb_sync)
+    opt.attach(model)
+    loss = part_loss(model, torch.float64, rank, size)
+    with Join([opt]):
+        for _ in range(3 + rank):
+            opt.step(closure_of(opt, loss))
+    return results(net, opt)
+
+
+def broken_rank(way: str) -> dict[str, Any]:
+    """In step 3 the last process has a gradient that is not a number."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net(torch.float64)
+    model = DDP(net)
+    opt = SASSHA(net.parameters(), **OPTIONS, skip_nonfinite=True)
+    opt.attach(model)
+    base, t = part_loss(model, torch.float64, rank, size), 0
+
+    def loss() -> Tensor:
+        return base() * (float("nan") if t == 3 and rank == size - 1 else 1.0)
+
+    for t in range(6):  # noqa: B007
+        if way == "closure":
+            opt.step(closure_of(opt, loss))
+        else:
+            by_hand(opt, model, loss)
+    return results(net, opt)
+
+
+def ambiguous() -> dict[str, Any]:
+    """Errors where it is not known who reduces."""
+    net = make_net()
+    messages = []
+    loss = part_loss(net, torch.float32, 0, 1)  # the same batch everywhere
+    opt = SASSHA(net.parameters(), **OPTIONS)
+    try:
+        opt.step(closure_of(opt, loss))
+    except RuntimeError as error:
+        messages.append(str(error))
+    opt = SASSHA(net.parameters(), **OPTIONS, grad_reduce="sum")
+    loss().backward()
+    opt.perturb_weights()
+    loss().backward(create_graph=True)
+    try:
+        opt.unperturb()
+    except RuntimeError as error:
+        messages.append(str(error))
+    try:
+        SASSHA(net.parameters()).join_hook()
+    except RuntimeError as error:
+        messages.append(str(error))
+    return {"messages": messages, "params": [p.detach().clone() for p in net.parameters()]}
+
+
+def scaled(overflow: bool) -> dict[str, Any]:
+    """GradScaler in the authors' loop: all processes see the same overflow."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net()
+    model = DDP(net)
+    opt = SASSHA(net.parameters(), **OPTIONS)
+    opt.attach(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
+    base = part_loss(model, torch.float32, rank, size)
+    for t in range(4):
+        bad = float("inf") if overflow and t == 2 and rank == 0 else 1.0
+        with model.no_sync():
+            scaler.scale(base()).backward()
+            opt.perturb_weights()
+            scaler.scale(base() * bad).backward(create_graph=opt.hessian_due)
+        opt.unperturb(scaler=scaler)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    return {**results(net, opt), "scale": scaler.get_scale()}
+
+
+class Counted:
+    """Counts the collectives and bytes of everything that runs inside."""
+
+    def __enter__(self) -> Counted:
+        self.calls: list[int] = []
+        self.original = dist.all_reduce
+
+        def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append(tensor.numel() * tensor.element_size())
+            return self.original(tensor, *args, **kwargs)
+
+        dist.all_reduce = all_reduce
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        dist.all_reduce = self.original
+
+
+def traffic(perturb_sync: bool) -> dict[str, Any]:
+    """Bytes of each collective of a refresh step and of an ordinary one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net()
+    model = DDP(net)
+    opt = SASSHA(net.parameters(), **OPTIONS, perturb_sync=perturb_sync)
+    opt.attach(model)
+    loss = part_loss(model, torch.float32, rank, size)
+    seen = []
+    for _ in range(3):
+        with Counted() as counted:
+            opt.step(closure_of(opt, loss))
+        seen.append(counted.calls)
+    return {"traffic": seen, "bytes": sum(p.numel() * 4 for p in net.parameters()), "n": len(list(net.parameters()))}
+
+
+REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
+    "closure": lambda: train(),
+    "closure_sync": lambda: train(perturb_sync=True),
+    "closure_sync_fd": lambda: train(perturb_sync=True, hvp="finite_difference"),
+    "closure_sum": lambda: train(steps=3, perturb_sync=True, grad_reduce="sum"),
+    "local": lambda: train("local"),
+    "local_sync": lambda: train("local", perturb_sync=True),
+    "local_found_out": lambda: train("local", attach=False),
+    "local_told": lambda: train("local", attach=False, reduce_grads=True),
+    "synced_fd": lambda: train("synced", hvp="finite_difference"),
+    "synced_fd_found_out": lambda: train("synced", attach=False, hvp="finite_difference"),
+    "half_fd": lambda: train("half", hvp="finite_difference"),
+    "closure_fd": lambda: train(hvp="finite_difference"),
+    "one_step_sync": lambda: train(steps=1, dtype=torch.float32, perturb_sync=True),
+    "bucket_view": lambda: train("local", ddp={"gradient_as_bucket_view": True}),
+    "synced_bucket_view_fd": lambda: train("synced", hvp="finite_difference", ddp={"gradient_as_bucket_view": True}),
+    "different": lambda: different_parameters("exact"),
+    "different_fd": lambda: different_parameters("finite_difference"),
+    "uneven": lambda: uneven(False),
+    "uneven_sync": lambda: uneven(True),
+    "broken_closure": lambda: broken_rank("closure"),
+    "broken_local": lambda: broken_rank("local"),
+    "scaled": lambda: scaled(False),
+    "scaled_overflow": lambda: scaled(True),
+    "traffic": lambda: traffic(False),
+    "traffic_sync": lambda: traffic(True),
+    "ambiguous": ambiguous,
+    "drift": lambda: train("local", steps=1000, dtype=torch.float32, lr=1e-3),
+}

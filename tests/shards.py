@@ -1,0 +1,197 @@
+"""Scenarios of shards, FSDP2 and tensor parallelism, and of checkpoints that move between kinds of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from replicas import OPTIONS, closure_of, part_loss, results
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+from training import make_net
+
+from sassha_fast import SASSHA
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be in shards."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_net(mesh: Any, dtype: torch.dtype, **options: Any) -> nn.Module:
+    net = make_net(dtype)
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(net, mesh=mesh, **options)
+
+
+def whole_results(net: nn.Module, opt: SASSHA) -> dict[str, Any]:
+    found = results(net, opt)
+    found["params"] = [whole(p) for p in found["params"]]
+    found["state"] = [{key: whole(v) if isinstance(v, Tensor) else v for key, v in e.items()} for e in found["state"]]
+    found["trace"], found["norm"] = opt.stats.trace.item(), opt.stats.grad_norm.item()
+    return found
+
+
+def shards(
+    steps: int = 30,
+    dtype: torch.dtype = torch.float64,
+    by_calls: bool = False,
+    fsdp: dict[str, Any] | None = None,
+    keep: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """FSDP2: each process on its part of the batch and with its shards."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = sharded_net(init_device_mesh("cpu", (size,)), dtype, **(fsdp or {}))
+    if keep:
+        net.set_reshard_after_backward(False)
+    opt = SASSHA(net.parameters(), **{**OPTIONS, "hvp": "finite_difference", **options})
+    opt.attach(net)
+    loss = part_loss(net, dtype, rank, size)
+    for _ in range(steps):
+        if not by_calls:
+            opt.step(closure_of(opt, loss))
+            continue
+        loss().backward()
+        opt.perturb_weights()
+        loss().backward()
+        for _ in range(opt.probes_due):
+            opt.probe_weights()
+            loss().backward()
+        opt.unperturb()
+        opt.step()
+        opt.zero_grad()
+    return whole_results(net, opt)
+
+
+def two_dimensional() -> dict[str, Any]:
+    """Tensor parallelism over two processes, FSDP2 over the two others of each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    net = make_net(torch.float64)
+    parallelize_module(net, mesh["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["data"])
+    opt = SASSHA(net.parameters(), **OPTIONS, hvp="finite_difference")
+    loss = part_loss(net, torch.float64, mesh["data"].get_local_rank(), 2)
+    for _ in range(12):
+        opt.step(closure_of(opt, loss))
+    return {**whole_results(net, opt), "probes": signs_of(opt)}
+
+
+def signs_of(opt: SASSHA) -> list[Tensor]:
+    """The probes of all parameters, put together from their shards."""
+    params = opt._parameters()
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    plan, _ = opt._gather()
+    parts = plan.rademacher(range(len(params)), 5, 6)
+    return [
+        DTensor.from_local(z, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
+        for z, p in zip(parts, params, strict=True)
+    ]
+
+
+def probes() -> dict[str, Any]:
+    net = sharded_net(init_device_mesh("cpu", (dist.get_world_size(),)), torch.float32)
+    return {"probes": signs_of(SASSHA(net.parameters()))}
+
+
+def exact_shards() -> dict[str, Any]:
+    """The error of exact products, which FSDP2 does not have."""
+    net = sharded_net(init_device_mesh("cpu", (dist.get_world_size(),)), torch.float32)
+    opt = SASSHA(net.parameters(), **OPTIONS)
+    before = [whole(p.detach()).clone() for p in net.parameters()]
+    try:
+        opt.step(closure_of(opt, part_loss(net, torch.float32, 0, 1)))
+    except RuntimeError as error:
+        return {"messages": [str(error)], "params": [whole(p.detach()) for p in net.parameters()], "before": before}
+    return {"messages": []}
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------
+
+CHECKPOINTED = {**OPTIONS, "hvp": "finite_difference", "perturb_sync": True, "lazy_hessian": 4}
+
+
+def prepared(kind: str) -> tuple[nn.Module, nn.Module, SASSHA]:
+    """A network, the model that runs it and their optimizer: in shards, replicated, or alone."""
+    net = make_net(torch.float64)
+    if kind == "shards":
+        net = model = sharded_net(init_device_mesh("cpu", (dist.get_world_size(),)), torch.float64)
+    else:
+        model = DDP(net) if kind == "replicas" and dist.get_world_size() > 1 else net
+    opt = SASSHA(net.parameters(), **CHECKPOINTED)
+    opt.attach(model)
+    return net, model, opt
+
+
+def go_on(model: nn.Module, opt: SASSHA, steps: int) -> None:
+    """Steps on the joined batch, which is every process's, so that their number does not matter."""
+    for _ in range(steps):
+        opt.step(closure_of(opt, part_loss(model, torch.float64, 0, 1)))
+
+
+def save(kind: str, folder: Path, asynchronously: bool = False) -> dict[str, Any]:
+    net, model, opt = prepared(kind)
+    go_on(model, opt, 5)
+    weights, state = get_state_dict(net, opt)
+    content = {"model": weights, "optimizer": state}
+    if asynchronously:
+        written = dcp.async_save(content, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
+        go_on(model, opt, 1)  # training goes on while the file is written
+        written.result()
+    else:
+        dcp.save(content, checkpoint_id=folder)
+        go_on(model, opt, 5)
+    return whole_results(net, opt)
+
+
+def resume(kind: str, folder: Path, used: bool = False) -> dict[str, Any]:
+    net, model, opt = prepared(kind)
+    if used:
+        go_on(model, opt, 3)
+    weights, state = get_state_dict(net, opt)
+    content = {"model": weights, "optimizer": state}
+    dcp.load(content, checkpoint_id=folder)
+    set_state_dict(net, opt, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    go_on(model, opt, 5)
+    return whole_results(net, opt)
+
+
+def checkpoint_scenario(name: str) -> Callable[[], dict[str, Any]]:
+    """``save:shards:folder`` and ``resume:replicas:folder``, with ``async`` and ``used`` as variants."""
+    verb, kind, folder = name.split("|")[0].split(":", 2)
+    if verb.startswith("save"):
+        return lambda: save(kind, Path(folder), asynchronously=verb == "save_async")
+    return lambda: resume(kind, Path(folder), used=verb == "resume_used")
+
+
+SHARDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shards": shards,
+    "shards_by_calls": lambda: shards(by_calls=True),
+    "shards_central": lambda: shards(hvp="central_difference"),
+    "shards_clipped": lambda: shards(12, max_grad_norm=0.1, adaptive=True),
+    "shards_reference": lambda: shards(12, backend="reference"),
+    "shards_cpu": lambda: shards(12),
+    "shards_kept": lambda: shards(12, keep=True),
+    "shards_offloaded": lambda: shards(12, fsdp={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "shards_one_step": lambda: shards(1, torch.float32),
+    "shards_mixed": lambda: shards(
+        12,
+        torch.float32,
+        fsdp={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    ),
+    "probes": probes,
+    "exact_shards": exact_shards,
+    "two_dimensional": two_dimensional,
+}
