@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import make_net
+from training import make_net, three_calls
 
 from sassha_fast import SASSHA
 
@@ -60,18 +60,10 @@ def shards(
     opt.attach(net)
     loss = part_loss(net, dtype, rank, size)
     for _ in range(steps):
-        if not by_calls:
+        if by_calls:
+            three_calls(opt, loss)
+        else:
             opt.step(closure_of(opt, loss))
-            continue
-        loss().backward()
-        opt.perturb_weights()
-        loss().backward()
-        for _ in range(opt.probes_due):
-            opt.probe_weights()
-            loss().backward()
-        opt.unperturb()
-        opt.step()
-        opt.zero_grad()
     return whole_results(net, opt)
 
 

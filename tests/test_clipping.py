@@ -22,26 +22,13 @@ from sassha_fast import SASSHA
 OPTIONS = {"lr": 0.05, "rho": 0.05, "lazy_hessian": 4}
 
 
-def clipped_by_hand(opt, net, loss, bound):
-    loss().backward()
-    opt.perturb_weights()
-    loss().backward(create_graph=opt.hvp == "exact" and opt.hessian_due)
-    for _ in range(opt.probes_due):
-        opt.probe_weights()
-        loss().backward()
-    opt.unperturb()
-    clip_grad_norm_(net.parameters(), bound)
-    opt.step()
-    opt.zero_grad()
-
-
 def trained(steps, backend="auto", dtype=torch.float64, closure=False, by_hand=None, **options):
     net = make_net(dtype)
     opt = SASSHA(net.parameters(), backend=backend, **OPTIONS, **options)
     loss = make_loss(net, dtype)
     for _ in range(steps):
         if by_hand is not None:
-            clipped_by_hand(opt, net, loss, by_hand)
+            three_calls(opt, loss, before_step=lambda: clip_grad_norm_(net.parameters(), by_hand))
         elif closure:
             opt.step(closure_of(opt, loss))
         else:

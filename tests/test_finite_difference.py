@@ -4,7 +4,17 @@ import pytest
 import torch
 import zoo
 from test_closure import closure_of
-from training import BACKENDS, assert_same_bits, assert_same_state, make_loss, make_net, same_bits, snapshot, state_of
+from training import (
+    BACKENDS,
+    assert_same_bits,
+    assert_same_state,
+    make_loss,
+    make_net,
+    same_bits,
+    snapshot,
+    state_of,
+    three_calls,
+)
 
 from sassha_fast import SASSHA, reference
 
@@ -12,24 +22,12 @@ OPTIONS = {"lr": 0.02, "rho": 0.05, "weight_decay": 0.01, "lazy_hessian": 4}
 SCHEMES = ("finite_difference", "central_difference")
 
 
-def probed_calls(opt, loss):
-    loss().backward()
-    opt.perturb_weights()
-    loss().backward()
-    for _ in range(opt.probes_due):
-        opt.probe_weights()
-        loss().backward()
-    opt.unperturb()
-    opt.step()
-    opt.zero_grad()
-
-
 def run(backend, dtype, steps=10, **options):
     net = make_net(dtype)
     opt = SASSHA(net.parameters(), backend=backend, **{**OPTIONS, **options})
     loss = make_loss(net, dtype)
     for _ in range(steps):
-        probed_calls(opt, loss)
+        three_calls(opt, loss)
     return net, opt
 
 

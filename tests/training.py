@@ -34,13 +34,23 @@ def make_loss(net: nn.Module, dtype: torch.dtype = torch.float32, seed: int = 1)
     return lambda: F.cross_entropy(net(x).double(), y)
 
 
-def three_calls(opt: SASSHA, loss: Callable[[], Tensor], create_graph: bool | None = None) -> float:
-    """One step. ``create_graph=None`` asks ``hessian_due``, as new code does."""
+def three_calls(
+    opt: SASSHA,
+    loss: Callable[[], Tensor],
+    create_graph: bool | None = None,
+    before_step: Callable[[], object] = lambda: None,
+) -> float:
+    """One step, with the probes of finite differences. ``create_graph=None`` asks ``hessian_due``, as new code does."""
     first = loss()
     first.backward()
     opt.perturb_weights(zero_grad=True)
-    loss().backward(create_graph=opt.hessian_due if create_graph is None else create_graph)
+    due = opt.hvp == "exact" and opt.hessian_due
+    loss().backward(create_graph=due if create_graph is None else create_graph)
+    for _ in range(opt.probes_due):
+        opt.probe_weights()
+        loss().backward()
     opt.unperturb()
+    before_step()
     opt.step()
     opt.zero_grad()
     return first.item()
