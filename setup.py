@@ -32,7 +32,7 @@ COMMON = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *QUIET,
     f"-DTORCH_TARGET_VERSION={TORCH_FLOOR}", *NUMERICS,
 ]  # fmt: skip
-KERNELS = ["norm", "perturb", "probe", "step"]  # csrc/cpu/*.cpp, compiled once per instruction set
+KERNELS = ["norm", "perturb", "gap", "probe", "step"]  # csrc/cpu/*.cpp, compiled once per instruction set
 ISAS = {"generic": []}
 if platform.machine() in ("x86_64", "AMD64"):
     ISAS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]

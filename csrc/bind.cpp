@@ -18,7 +18,7 @@ constexpr int64_t kParamColumn = offsetof(Row, param) / sizeof(int64_t);
 constexpr int64_t kGradColumn = offsetof(Row, grad) / sizeof(int64_t);
 constexpr int64_t kExpAvgColumn = offsetof(Row, exp_avg) / sizeof(int64_t);
 constexpr int64_t kHessianColumn = offsetof(Row, hessian) / sizeof(int64_t);
-constexpr int64_t kLastAddress = offsetof(Row, product) / sizeof(int64_t);
+constexpr int64_t kLastAddress = offsetof(Row, first) / sizeof(int64_t);
 
 // Owns a list that came in over the boundary.
 struct ListOwner {

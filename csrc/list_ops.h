@@ -33,13 +33,7 @@ struct ListOps {
     std::vector<Row> rows = rows_of(op, "params", params);
     set_column(op, "grads", rows, &Row::grad, grads, params);
     set_column(op, "backups", rows, &Row::backup, backups, params);
-    set_numbers(op, "groups", rows, &Row::group, groups);
-    set_numbers(op, "indices", rows, &Row::index, indices);
-    for (size_t i = 0; i < params.size(); ++i) {
-      if (item_size(rows[i].dtype) == 2) check_row_major(op, "params", i, params[i]);
-    }
-    check_scales(op, scales, rows, params[0]);
-    check_draw(op, draw, params[0]);
+    check_ascent(op, rows, params, scales, groups, indices, draw);
     Device::perturb(rows, params[0], scales, adaptive, seed, draw);
   }
 
@@ -75,7 +69,7 @@ struct ListOps {
 
   static Tensor refresh_step(Tensors params, Tensors backups, Tensors grads, Tensors exp_avgs, Tensors hessians,
                              Tensors products, Tensor scalars, Ints cohorts, Ints indices, bool is_signed, int64_t seed,
-                             int64_t draw, std::optional<Tensor> noise_draw) {
+                             int64_t draw, std::optional<Tensor> noise_draw, int64_t sample) {
     const char* op = "sassha_refresh_step";
     std::vector<Row> rows =
         step_rows(op, params, backups, grads, exp_avgs, hessians, scalars, cohorts, indices, noise_draw);
@@ -87,7 +81,31 @@ struct ListOps {
         check_row_major(op, "params", i, params[i]);
       }
     }
-    return Device::refresh_step(rows, params[0], scalars, seed, draw, noise_draw);
+    STD_TORCH_CHECK(sample >= kMagnitude && sample <= kSquare, op, ": sample is ", sample,
+                    ", expected 0 (magnitude), 1 (signed) or 2 (square)");
+    return Device::refresh_step(rows, params[0], scalars, seed, draw, noise_draw, sample);
+  }
+
+  static void momentum_ascent(Tensors params, Tensors weights, Tensors exp_avgs, Tensor scales, Ints groups,
+                              Ints indices, bool adaptive, int64_t seed, Tensor draw) {
+    const char* op = "sassha_momentum_ascent";
+    std::vector<Row> rows = rows_of(op, "params", params);
+    set_column(op, "weights", rows, &Row::backup, weights, params);
+    set_column(op, "exp_avgs", rows, &Row::exp_avg, exp_avgs, params, /*state=*/true);
+    check_ascent(op, rows, params, scales, groups, indices, draw);
+    Device::momentum_ascent(rows, params[0], scales, adaptive, seed, draw);
+  }
+
+  static Tensor gap_sums(Tensors grads, Tensors firsts) {
+    return Device::gap_sums(gap_rows("sassha_gap_sums", grads, firsts), grads[0]);
+  }
+
+  static void decompose(Tensors grads, Tensors firsts, Tensor scales, Ints groups) {
+    const char* op = "sassha_decompose";
+    std::vector<Row> rows = gap_rows(op, grads, firsts);
+    set_numbers(op, "groups", rows, &Row::group, groups);
+    check_gap_scales(op, scales, rows, grads[0]);
+    Device::decompose(rows, grads[0], scales);
   }
 
   static void register_in(torch::stable::detail::StableLibrary& m) {
@@ -98,9 +116,31 @@ struct ListOps {
     m.impl("probe_", TORCH_BOX(&ListOps::probe));
     m.impl("step_", TORCH_BOX(&ListOps::step));
     m.impl("refresh_step_", TORCH_BOX(&ListOps::refresh_step));
+    m.impl("momentum_ascent_", TORCH_BOX(&ListOps::momentum_ascent));
+    m.impl("gap_sums", TORCH_BOX(&ListOps::gap_sums));
+    m.impl("decompose_", TORCH_BOX(&ListOps::decompose));
   }
 
  private:
+  // What both kinds of ascent need beside their tensors.
+  static void check_ascent(const char* op, std::vector<Row>& rows, const Tensors& params, const Tensor& scales,
+                           const Ints& groups, const Ints& indices, const Tensor& draw) {
+    set_numbers(op, "groups", rows, &Row::group, groups);
+    set_numbers(op, "indices", rows, &Row::index, indices);
+    for (size_t i = 0; i < params.size(); ++i) {
+      if (item_size(rows[i].dtype) == 2) check_row_major(op, "params", i, params[i]);
+    }
+    check_scales(op, scales, rows, params[0]);
+    check_draw(op, draw, params[0]);
+  }
+
+  static std::vector<Row> gap_rows(const char* op, const Tensors& grads, const Tensors& firsts) {
+    std::vector<Row> rows = rows_of(op, "grads", grads);
+    for (Row& row : rows) row.grad = row.param;
+    set_column(op, "firsts", rows, &Row::first, firsts, grads);
+    return rows;
+  }
+
   // Rows of an update. An empty `backups` means that the parameters hold x themselves.
   static std::vector<Row> step_rows(const char* op, const Tensors& params, const Tensors& backups, const Tensors& grads,
                                     const Tensors& exp_avgs, const Tensors& hessians, const Tensor& scalars,

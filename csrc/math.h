@@ -21,8 +21,9 @@ SASSHA_HD To bits_as(From value) {
   return out;
 }
 
-SASSHA_HD bool sign_bit(float v) { return bits_as<int32_t>(v) < 0; }
-SASSHA_HD bool sign_bit(double v) { return bits_as<int64_t>(v) < 0; }
+// Whether v is -0, with which an average D starts.
+SASSHA_HD bool is_unknown(float v) { return bits_as<uint32_t>(v) == 0x80000000u; }
+SASSHA_HD bool is_unknown(double v) { return bits_as<uint64_t>(v) == 0x8000000000000000u; }
 SASSHA_HD bool is_finite(float v) { return fabsf(v) <= 3.40282346638528859812e+38f; }
 SASSHA_HD bool is_finite(double v) { return fabs(v) <= 1.79769313486231570815e+308; }
 SASSHA_HD float absolute(float v) { return fabsf(v); }
@@ -71,13 +72,33 @@ SASSHA_HD float stochastic_float16(float v, uint32_t noise) {
   return absolute(rounded) <= 65504.0f ? rounded : v;
 }
 
+// ---- gap -----------------------------------------------------------------------------------------------------
+
+// GSAM: g2 - alpha * (the component of g orthogonal to g2).
+template <typename C>
+SASSHA_HD C descent(C g2, C g, C alpha, C share) {
+  return g2 - alpha * (g - share * g2);
+}
+
 // ---- step ----------------------------------------------------------------------------------------------------
 
 template <typename C>
 SASSHA_HD StepScalars<C> rounded(const StepScalars<double>& s) {
-  return {C(s.decay),      C(s.beta1), C(s.one_minus_beta1), C(s.beta2), C(s.one_minus_beta2), C(s.bias2),
-          C(s.bias2_kept), C(s.eps),   C(s.step_size),       C(s.power), C(s.product_scale),   C(s.grad_scale),
-          C(s.clip),       C(s.skip)};
+  return {C(s.decay),
+          C(s.beta1),
+          C(s.one_minus_beta1),
+          C(s.beta2),
+          C(s.one_minus_beta2),
+          C(s.bias2),
+          C(s.bias2_kept),
+          C(s.eps),
+          C(s.step_size),
+          C(s.power),
+          C(s.product_scale),
+          C(s.grad_scale),
+          C(s.clip),
+          C(s.skip),
+          C(s.floor)};
 }
 
 // m = beta1 m + (1 - beta1) g, with g clipped and free of any loss scale
@@ -86,11 +107,18 @@ SASSHA_HD C momentum(C m, C g, const StepScalars<C>& s) {
   return s.beta1 * m + s.one_minus_beta1 * (s.grad_scale * g);
 }
 
-// D = beta2 D + (1 - beta2) |H|. D starts at -0: its sign bit says that no curvature is known yet, and adding the
-// first finite |H| clears it.
+// |H|, H or H^2. Adding 0 makes +0 of -0, which would say that no curvature is known.
 template <typename C>
-SASSHA_HD C curvature(C d, C h, const StepScalars<C>& s) {
-  return s.beta2 * d + s.one_minus_beta2 * absolute(h);
+SASSHA_HD C sampled(C h, Sample sample) {
+  if (sample == kMagnitude) return absolute(h);
+  return sample == kSquare ? h * h : h + C(0);
+}
+
+// D = beta2 D + (1 - beta2) sample. D starts at -0, which says that no curvature is known yet; adding the first finite
+// sample ends that.
+template <typename C>
+SASSHA_HD C curvature(C d, C sample, const StepScalars<C>& s) {
+  return s.beta2 * d + s.one_minus_beta2 * sample;
 }
 
 // What Row::product holds on a refresh.
@@ -109,10 +137,11 @@ SASSHA_HD Product product_of(const Row& row) {
 
 enum class Power { kHalf, kOne, kGeneral };
 
-// (D / (1 - beta2^t))^power + eps
+// max(D / (1 - beta2^t), floor)^power + eps; NaN stays NaN.
 template <Power kPower, typename C>
 SASSHA_HD C denominator(C d, C bias2, const StepScalars<C>& s) {
-  const C corrected = d / bias2;
+  const C unfloored = d / bias2;
+  const C corrected = unfloored < s.floor ? s.floor : unfloored;
   if constexpr (kPower == Power::kHalf) {
     return root(corrected) + s.eps;
   } else if constexpr (kPower == Power::kOne) {
@@ -133,7 +162,7 @@ SASSHA_HD C clipped(C v, C bound) {
 template <typename C>
 SASSHA_HD C descend(C x, C m, C d, C denom, const StepScalars<C>& s) {
   const C moved = x * s.decay - s.step_size * clipped(m / denom, s.clip);
-  return sign_bit(d) ? x : moved;
+  return is_unknown(d) ? x : moved;
 }
 
 }  // namespace sassha

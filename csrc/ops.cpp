@@ -3,7 +3,8 @@
 // The first block says what it mutates, works under torch.compile and is what tests check with opcheck. The second
 // works on a table of addresses that Python keeps between steps; it is for eager execution by the optimizer alone. On a
 // device it takes a copy of the table there, the table's chunks with their number by dtype, and the power that all
-// cohorts share if they do.
+// cohorts share if they do. Updates "apart" are of weights that live apart from the parameters: they return squares of
+// m.
 #include "library.h"
 
 SASSHA_LIBRARY(SASSHA_NAMESPACE, m) {
@@ -20,7 +21,12 @@ SASSHA_LIBRARY(SASSHA_NAMESPACE, m) {
   m.def(
       "refresh_step_(Tensor(a!)[] params, Tensor[] backups, Tensor[] grads, Tensor(b!)[] exp_avgs, "
       "Tensor(c!)[] hessians, Tensor[] products, Tensor scalars, int[] cohorts, int[] indices, bool signed, "
-      "int seed, int draw, Tensor? noise_draw) -> Tensor");
+      "int seed, int draw, Tensor? noise_draw, int sample=0) -> Tensor");
+  m.def(
+      "momentum_ascent_(Tensor(a!)[] params, Tensor[] weights, Tensor[] exp_avgs, Tensor scales, int[] groups, "
+      "int[] indices, bool adaptive, int seed, Tensor draw) -> ()");
+  m.def("gap_sums(Tensor[] grads, Tensor[] firsts) -> Tensor");
+  m.def("decompose_(Tensor(a!)[] grads, Tensor[] firsts, Tensor scales, int[] groups) -> ()");
 
   m.def("table_bind(Tensor table, int column, Tensor[] tensors) -> (int, int)");
   m.def("table_chunks(Tensor table) -> (Tensor, Tensor)");
@@ -33,8 +39,19 @@ SASSHA_LIBRARY(SASSHA_NAMESPACE, m) {
       "table_step(Tensor table, Tensor scalars, int seed, Tensor? noise_draw, float? power=None, Tensor? chunks=None, "
       "int[] counts=[]) -> ()");
   m.def(
-      "table_refresh_step(Tensor table, Tensor scalars, int seed, int draw, Tensor? noise_draw, float? power=None, "
-      "Tensor? chunks=None, int[] counts=[]) -> Tensor");
+      "table_refresh_step(Tensor table, Tensor scalars, int seed, int draw, Tensor? noise_draw, int sample, "
+      "float? power=None, Tensor? chunks=None, int[] counts=[]) -> Tensor");
+  m.def(
+      "table_apart_step(Tensor table, Tensor scalars, int n_groups, bool adaptive, int seed, Tensor? noise_draw, "
+      "float? power=None, Tensor? chunks=None, int[] counts=[]) -> Tensor");
+  m.def(
+      "table_apart_refresh_step(Tensor table, Tensor scalars, int n_groups, bool adaptive, int seed, int draw, "
+      "Tensor? noise_draw, int sample, float? power=None, Tensor? chunks=None, int[] counts=[]) -> (Tensor, Tensor)");
+  m.def(
+      "table_momentum_ascent(Tensor table, Tensor scales, bool adaptive, int seed, Tensor draw, Tensor? chunks=None, "
+      "int[] counts=[]) -> ()");
+  m.def("table_gap_sums(Tensor table, Tensor? chunks=None, int[] counts=[]) -> Tensor");
+  m.def("table_decompose(Tensor table, Tensor scales, Tensor? chunks=None, int[] counts=[]) -> ()");
 
   m.def("cpu_isa() -> str");
 }

@@ -22,10 +22,11 @@ enum Flag : int64_t {
 struct Row {
   int64_t param;    // x, or x + eps while perturbed
   int64_t grad;     // gradient of the pass at hand
-  int64_t backup;   // x while param holds x + eps
+  int64_t backup;   // x while param holds x + eps; for good where x lives apart from the parameter
   int64_t exp_avg;  // m
   int64_t hessian;  // D
   int64_t product;  // Hz on a refresh, 0 otherwise
+  int64_t first;    // gradient of the first pass, where the descent is taken apart by it
   int64_t numel;
   int64_t layout;  // 0 in logical order, else a hash of sizes and strides
   int64_t dtype;   // DType of param, grad, backup and product; m and D are float32, or float64 beside float64
@@ -66,8 +67,26 @@ struct StepScalars {
   C grad_scale;     // makes Row::grad the gradient to descend along: clipping over loss scale
   C clip;           // bound of |m / denominator|, infinite for none
   C skip;           // not 0: gradients overflowed, so the parameter returns to x and nothing else happens
+  C floor;          // least value of D / bias2: 0, unless curvature is clipped from below or may stay negative
 };
 constexpr int64_t kStepScalarWords = sizeof(StepScalars<double>) / sizeof(double);
+
+// What enters the average D of a product h.
+enum Sample : int64_t { kMagnitude = 0, kSigned = 1, kSquare = 2 };
+
+// Of a gradient and the one of the first pass, summed in double.
+struct GapSums {
+  double first;   // g * g
+  double dot;     // g * g2
+  double second;  // g2 * g2
+};
+constexpr int64_t kGapWords = sizeof(GapSums) / sizeof(double);
+
+// How a gradient is taken apart by the one of the first pass: one row of a float32 tensor [groups, 2].
+struct GapScales {
+  float alpha;  // 0 leaves the gradient alone
+  float share;  // (g * g2) / (g2 * g2): the part of g along g2
+};
 
 // What a refresh saw in one piece of a tensor.
 struct Tally {

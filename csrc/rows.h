@@ -60,6 +60,16 @@ inline void check_scales(const char* op, const Tensor& scales, const std::vector
   }
 }
 
+inline void check_gap_scales(const char* op, const Tensor& scales, const std::vector<Row>& rows, const Tensor& like) {
+  STD_TORCH_CHECK(same_device(scales, like) && scales.scalar_type() == ScalarType::Float && scales.is_contiguous() &&
+                      scales.dim() == 2 && scales.size(1) == 2,
+                  op, ": scales must be a contiguous float32 tensor on ", device_of(like), " of shape [groups, 2]");
+  for (const Row& row : rows) {
+    STD_TORCH_CHECK(row.group >= 0 && row.group < scales.size(0), op, ": group ", row.group,
+                    " has no row in scales, which has ", scales.size(0));
+  }
+}
+
 inline void check_scalars(const char* op, const Tensor& scalars, const std::vector<Row>& rows, const Tensor& like) {
   STD_TORCH_CHECK(same_device(scalars, like) && scalars.scalar_type() == ScalarType::Double &&
                       scalars.is_contiguous() && scalars.dim() == 2 && scalars.size(1) == kStepScalarWords,

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .passes import Passes, Product, _tally
+from .passes import Passes, Product, Stepped, _tally
 from .scalars import StepScalars
+from .variant import Sample
 
 __all__ = ["ForeachPasses"]
 
@@ -33,12 +34,7 @@ class ForeachPasses(Passes):
             return
         self.backups = [weight.clone() for weight in members.weights]
         for group, dtype, (weights, grads) in self._batches(members.groups, members.weights, self.grads):
-            scale = scales[group].to(dtype)
-            eps = torch._foreach_mul(grads, scale)
-            if adaptive:
-                torch._foreach_mul_(eps, torch._foreach_mul(weights, weights))
-            moved = torch._foreach_add(weights, eps)
-            torch._foreach_copy_(weights, [torch.where(scale == 0, w, x) for w, x in zip(weights, moved, strict=True)])
+            torch._foreach_copy_(weights, _ascended(weights, grads, scales[group].to(dtype), adaptive))
         self.grads = []
 
     def restore(self) -> None:
@@ -56,7 +52,9 @@ class ForeachPasses(Passes):
         *,
         restore: bool = False,
         noise_draw: Tensor | None = None,
-    ) -> Tensor | None:
+        sample: Sample = Sample.ABS,
+        adaptive: bool = False,
+    ) -> Stepped:
         """See :meth:`Passes.step`."""
         if restore:
             self.restore()
@@ -66,12 +64,37 @@ class ForeachPasses(Passes):
             curvatures = [self._signed(p, i, seed, draw) for i, p in enumerate(products)]
             rows = zip(curvatures, cohorts, self.members.weights, strict=True)
             tallies = torch.stack([_tally(h, scalars[cohort], weight) for h, cohort, weight in rows])
-        noise = [self._noise(i, seed, noise_draw) for i in range(len(cohorts))]
-        columns = (self.members.weights, self.grads, self.exp_avgs, self.hessians, curvatures, noise)
+        noise = [self._noise(i, seed, noise_draw, reference.UPDATE_NOISE) for i in range(len(cohorts))]
+        columns = (self.updated, self.grads, self.exp_avgs, self.hessians, curvatures, noise)
         for cohort, dtype, batch in self._batches(cohorts, *columns):
-            _update(scalars[cohort], dtype, *batch)
+            _update(scalars[cohort], sample, dtype, *batch)
         self.grads = []
-        return tallies
+        return Stepped(tallies, self._momentum_sums(adaptive))
+
+    def momentum_ascent(self, scales: Tensor, *, adaptive: bool, seed: int, draw: Tensor) -> None:
+        """See :meth:`Passes.momentum_ascent`. Reduced precision takes the reference's way, tensor by tensor."""
+        members, apart = self.members, self.apart
+        if apart is None or any(weight.dtype != reference.compute_dtype(weight.dtype) for weight in members.weights):
+            super().momentum_ascent(scales, adaptive=adaptive, seed=seed, draw=draw)
+            return
+        for group, dtype, (weights, xs, moments) in self._batches(
+            members.groups, members.weights, apart, self.exp_avgs
+        ):
+            torch._foreach_copy_(weights, _ascended(xs, moments, scales[group].to(dtype), adaptive))
+
+    def decompose(self, scales: Tensor) -> None:
+        """See :meth:`Passes.decompose`."""
+        for group, dtype, (grads, firsts) in self._batches(self.members.groups, self.grads, self.firsts):
+            compute = reference.compute_dtype(dtype)
+            alpha, share = scales[group].to(compute)
+            seconds = [g.to(compute) for g in grads]
+            along = torch._foreach_mul(seconds, share)
+            orthogonal = torch._foreach_sub([g.to(compute) for g in firsts], along)
+            torch._foreach_mul_(orthogonal, alpha)
+            taken = torch._foreach_sub(seconds, orthogonal)
+            pairs = zip(grads, taken, strict=True)
+            torch._foreach_copy_(grads, [torch.where(alpha == 0, g, new.to(dtype)) for g, new in pairs])
+        self.firsts = []
 
     def _batches(
         self, kinds: Sequence[int], *columns: Sequence[Tensor | None]
@@ -106,8 +129,18 @@ def _cut(tensors: list[Tensor | None], size: int, limit: int) -> list[tuple[Tens
     return list(zip(*parts, strict=True))
 
 
+def _ascended(weights: list[Tensor], directions: list[Tensor], scale: Tensor, adaptive: bool) -> list[Tensor]:
+    """See :func:`reference.ascend`."""
+    eps = torch._foreach_mul(directions, scale)
+    if adaptive:
+        torch._foreach_mul_(eps, torch._foreach_mul(weights, weights))
+    moved = torch._foreach_add(weights, eps)
+    return [torch.where(scale == 0, w, x) for w, x in zip(weights, moved, strict=True)]
+
+
 def _update(
     scalars: StepScalars,
+    sample: Sample,
     dtype: torch.dtype,
     weights: list[Tensor],
     grads: list[Tensor],
@@ -121,7 +154,7 @@ def _update(
     s = reference.scalar_tensors(scalars, compute, weights[0].device)
 
     if isinstance(scalars.skip, Tensor) or scalars.skip:
-        _skippable_update(scalars, weights, grads, exp_avgs, hessians, curvatures, noise)
+        _skippable_update(scalars, sample, weights, grads, exp_avgs, hessians, curvatures, noise)
         return
 
     # m = β1 m + (1−β1) g̃
@@ -134,13 +167,15 @@ def _update(
     for i, h in enumerate(curvatures):
         if h is None:
             continue
-        h = h.to(compute) * s.product_scale
+        h = reference.sampled(h.to(compute) * s.product_scale, sample)
         refreshed = torch.isfinite(h)
-        d = s.beta2 * hessians[i] + s.one_minus_beta2 * h.abs()
+        d = s.beta2 * hessians[i] + s.one_minus_beta2 * h
         hessians[i].copy_(torch.where(refreshed, d, hessians[i]))
         bias2[i] = torch.where(refreshed, s.bias2, s.bias2_kept)
     # D̄ + eps
     denoms = [d / b for d, b in zip(hessians, bias2, strict=True)]
+    if isinstance(scalars.floor, Tensor) or sample is Sample.SIGNED or scalars.floor != 0.0:
+        denoms = [torch.where(d < s.floor, s.floor, d) for d in denoms]
     if scalars.power == 0.5:
         denoms = [reference.root(d) for d in denoms]  # _foreach_sqrt is not correctly rounded everywhere
     elif scalars.power != 1.0:
@@ -156,12 +191,12 @@ def _update(
     rounded = [
         x.to(dtype) if n is None else reference.stochastic_round(x, dtype, n) for x, n in zip(moved, noise, strict=True)
     ]
-    known = [torch.where(torch.signbit(d), w, x) for d, w, x in zip(hessians, weights, rounded, strict=True)]
+    known = [torch.where(reference.is_unknown(d), w, x) for d, w, x in zip(hessians, weights, rounded, strict=True)]
     torch._foreach_copy_(weights, known)
 
 
-def _skippable_update(scalars: StepScalars, *columns: list[Any]) -> None:
+def _skippable_update(scalars: StepScalars, sample: Sample, *columns: list[Any]) -> None:
     """The update where only the device knows whether it is to be skipped: tensor by tensor."""
     for weight, grad, exp_avg, hessian, curvature, noise in zip(*columns, strict=True):
-        results = reference.step(weight, grad, exp_avg, hessian, scalars, curvature, noise)
+        results = reference.step(weight, grad, exp_avg, hessian, scalars, curvature, noise, sample)
         torch._foreach_copy_([weight, exp_avg, hessian], list(results))

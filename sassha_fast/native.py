@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .tables import TablePasses
+from .variant import Sample
 
 __all__ = ["NativePasses"]
 
@@ -56,7 +57,37 @@ class NativePasses(TablePasses):
         """See :meth:`TablePasses.kernel_step`."""
         self.ops.table_step(self.table, scalars, seed, noise_draw)
 
-    def kernel_refresh_step(self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None) -> Tensor:
+    def kernel_refresh_step(
+        self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None, sample: Sample
+    ) -> Tensor:
         """See :meth:`TablePasses.kernel_refresh_step`."""
-        tallies: Tensor = self.ops.table_refresh_step(self.table, scalars, seed, draw, noise_draw)
+        tallies: Tensor = self.ops.table_refresh_step(self.table, scalars, seed, draw, noise_draw, int(sample))
         return tallies
+
+    def kernel_apart_step(self, scalars: Tensor, adaptive: bool, seed: int, noise_draw: Tensor | None) -> Tensor:
+        """See :meth:`TablePasses.kernel_apart_step`."""
+        n_groups = self.members.n_groups
+        squares: Tensor = self.ops.table_apart_step(self.table, scalars, n_groups, adaptive, seed, noise_draw)
+        return squares
+
+    def kernel_apart_refresh_step(
+        self, scalars: Tensor, adaptive: bool, seed: int, draw: int, noise_draw: Tensor | None, sample: Sample
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`TablePasses.kernel_apart_refresh_step`."""
+        found: tuple[Tensor, Tensor] = self.ops.table_apart_refresh_step(
+            self.table, scalars, self.members.n_groups, adaptive, seed, draw, noise_draw, int(sample)
+        )
+        return found
+
+    def kernel_momentum_ascent(self, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
+        """See :meth:`TablePasses.kernel_momentum_ascent`."""
+        self.ops.table_momentum_ascent(self.table, scales, adaptive, seed, draw)
+
+    def kernel_gap_sums(self) -> Tensor:
+        """See :meth:`TablePasses.kernel_gap_sums`."""
+        sums: Tensor = self.ops.table_gap_sums(self.table)
+        return sums
+
+    def kernel_decompose(self, scales: Tensor) -> None:
+        """See :meth:`TablePasses.kernel_decompose`."""
+        self.ops.table_decompose(self.table, scales)

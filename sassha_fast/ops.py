@@ -41,6 +41,14 @@ def _register_fakes() -> None:
     def nothing(*args: object) -> None:
         return None
 
-    fakes: dict[str, Callable[..., Any]] = {"square_sums": square_sums, "refresh_step_": refresh_step}
-    for name in ("square_sums", "perturb_", "restore_", "rademacher_", "probe_", "step_", "refresh_step_"):
-        torch.library.register_fake(f"sassha_fast::{name}", fakes.get(name, nothing))
+    def gap_sums(grads: list[Tensor], firsts: list[Tensor]) -> Tensor:
+        return torch.empty(3, dtype=torch.float64, device=grads[0].device)
+
+    results: dict[str, Callable[..., Any]] = {
+        "square_sums": square_sums,
+        "refresh_step_": refresh_step,
+        "gap_sums": gap_sums,
+    }
+    silent = ("perturb_", "restore_", "rademacher_", "probe_", "step_", "momentum_ascent_", "decompose_")
+    for name, fake in (*results.items(), *((name, nothing) for name in silent)):
+        torch.library.register_fake(f"sassha_fast::{name}", fake)

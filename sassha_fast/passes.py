@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from torch import Tensor
 from . import reference
 from .scalars import StepScalars
 from .sharding import Shard
+from .variant import Sample
 
-__all__ = ["Members", "Passes", "Product", "check_grads"]
+__all__ = ["Members", "Passes", "Product", "Stepped", "check_grads"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,19 @@ class Product:
     probed: bool = False
 
 
+class Stepped(NamedTuple):
+    """What an update found on its way.
+
+    Attributes:
+        tallies: On a refresh a float64 tensor [members, 3]: Σ z⊙Hz over finite elements, how many of them are negative,
+            and how many there are.
+        square_sums: ‖m‖² per group (‖|x|⊙m‖² where ``adaptive``), where x lives apart from the parameters.
+    """
+
+    tallies: Tensor | None = None
+    square_sums: Tensor | None = None
+
+
 def check_grads(names: Sequence[str], weights: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Raises unless each gradient has the device, dtype and shape of its parameter and is dense."""
     for name, weight, grad in zip(names, weights, grads, strict=True):
@@ -109,10 +124,16 @@ class Passes:
         self.backups: list[Tensor] = []
         self.exp_avgs: list[Tensor] = []
         self.hessians: list[Tensor] = []
+        self.apart: list[Tensor] | None = None
+        self.firsts: list[Tensor] = []
 
-    def bind_state(self, exp_avgs: list[Tensor], hessians: list[Tensor]) -> None:
-        """Sets m and D of every member."""
-        self.exp_avgs, self.hessians = exp_avgs, hessians
+    def bind_state(self, exp_avgs: list[Tensor], hessians: list[Tensor], apart: list[Tensor] | None = None) -> None:
+        """Sets m and D of every member, and x where it lives apart: the parameter then holds x + ε between steps."""
+        self.exp_avgs, self.hessians, self.apart = exp_avgs, hessians, apart
+
+    def bind_firsts(self, firsts: list[Tensor]) -> None:
+        """Sets the gradients of the first pass, for :meth:`gap_sums` and :meth:`decompose`."""
+        self.firsts = firsts
 
     def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
         """Checks and sets the gradients that the coming pass reads; ``overwrite`` says that it may be an ascent."""
@@ -142,11 +163,10 @@ class Passes:
         """
         del take_grads  # memory is no concern here
         self.backups = [weight.clone() for weight in self.members.weights]
-        for weight, grad, group, index in zip(
-            self.members.weights, self.grads, self.members.groups, self.members.indices, strict=True
+        for i, (weight, grad, group) in enumerate(
+            zip(self.members.weights, self.grads, self.members.groups, strict=True)
         ):
-            reduced = weight.dtype != reference.compute_dtype(weight.dtype)
-            noise = reference.rounding_noise(weight, index, seed, draw, reference.ASCENT_NOISE) if reduced else None
+            noise = self._noise(i, seed, draw, reference.ASCENT_NOISE)
             weight.copy_(reference.ascend(weight, grad, scales[group], adaptive=adaptive, noise=noise))
         self.grads = []
 
@@ -160,6 +180,32 @@ class Passes:
         """Gives up x of every member without writing it back."""
         backups, self.backups = self.backups, []
         return backups
+
+    def momentum_ascent(self, scales: Tensor, *, adaptive: bool, seed: int, draw: Tensor) -> None:
+        """Writes x + ε into the parameters, from x that lives apart and from m. Arguments as of :meth:`perturb`."""
+        assert self.apart is not None
+        for i, weight in enumerate(self.members.weights):
+            noise, scale = self._noise(i, seed, draw, reference.ASCENT_NOISE), scales[self.members.groups[i]]
+            weight.copy_(reference.ascend(self.apart[i], self.exp_avgs[i], scale, adaptive=adaptive, noise=noise))
+
+    def settle(self) -> None:
+        """Writes x, which lives apart, into the parameters."""
+        assert self.apart is not None
+        torch._foreach_copy_(self.members.weights, self.apart)
+
+    def gap_sums(self) -> Tensor:
+        """‖g‖², g·g̃ and ‖g̃‖² over all members, in double: of the first pass's gradients and the bound ones."""
+        return torch.stack([reference.gap_sums(*pair) for pair in zip(self.grads, self.firsts, strict=True)]).sum(0)
+
+    def decompose(self, scales: Tensor) -> None:
+        """Makes of the bound gradients g̃ the descent g̃ − α g⊥, in place.
+
+        Args:
+            scales: α and g·g̃/‖g̃‖² per group, float32; see :func:`reference.gap_scales`.
+        """
+        for grad, first, group in zip(self.grads, self.firsts, self.members.groups, strict=True):
+            grad.copy_(reference.descent(grad, first, scales[group]))
+        self.firsts = []
 
     def rademacher(self, positions: Sequence[int], seed: int, draw: int) -> list[Tensor]:
         """Signs z for the members at ``positions``."""
@@ -189,8 +235,10 @@ class Passes:
         *,
         restore: bool = False,
         noise_draw: Tensor | None = None,
-    ) -> Tensor | None:
-        """The update.
+        sample: Sample = Sample.ABS,
+        adaptive: bool = False,
+    ) -> Stepped:
+        """The update. Where x lives apart it is updated there, and the parameter is left alone.
 
         Args:
             scalars: One per cohort.
@@ -201,34 +249,45 @@ class Passes:
             restore: Take x from the backups of the ascent, which is undone on the way.
             noise_draw: Draw of the noise that rounds reduced-precision parameters stochastically, one int64 on the
                 device; None rounds them to nearest.
-
-        Returns:
-            On a refresh a float64 tensor [members, 3]: Σ z⊙Hz over finite elements, how many of them are negative,
-            and how many there are.
+            sample: What a refresh adds to D.
+            adaptive: Weigh m by |x| in the sum of squares.
         """
         if restore:
             self.restore()
         tallies = []
-        for i, weight in enumerate(self.members.weights):
+        for i, weight in enumerate(self.updated):
             product = products[i] if products is not None else None
             row = scalars[cohorts[i]]
             h = self._signed(product, i, seed, draw)
-            noise = self._noise(i, seed, noise_draw)
-            x, m, d = reference.step(weight, self.grads[i], self.exp_avgs[i], self.hessians[i], row, h, noise)
+            noise = self._noise(i, seed, noise_draw, reference.UPDATE_NOISE)
+            x, m, d = reference.step(weight, self.grads[i], self.exp_avgs[i], self.hessians[i], row, h, noise, sample)
             weight.copy_(x)
             self.exp_avgs[i].copy_(m)
             self.hessians[i].copy_(d)
             if products is not None:
                 tallies.append(_tally(h, row, weight))
         self.grads = []
-        return torch.stack(tallies) if products is not None else None
+        return Stepped(torch.stack(tallies) if products is not None else None, self._momentum_sums(adaptive))
 
-    def _noise(self, i: int, seed: int, draw: Tensor | None) -> Tensor | None:
-        """What the update of one member is rounded with, if at random."""
+    @property
+    def updated(self) -> list[Tensor]:
+        """Where the update finds x and leaves the next one."""
+        return self.members.weights if self.apart is None else self.apart
+
+    def _momentum_sums(self, adaptive: bool) -> Tensor | None:
+        if self.apart is None:
+            return None
+        sums = torch.zeros(self.members.n_groups, dtype=torch.float64, device=self.apart[0].device)
+        for group, exp_avg, x in zip(self.members.groups, self.exp_avgs, self.apart, strict=True):
+            sums[group] += reference.square_sum(exp_avg, x if adaptive else None)
+        return sums
+
+    def _noise(self, i: int, seed: int, draw: Tensor | None, domain: int) -> Tensor | None:
+        """What one member is rounded with, if it is of reduced precision and ``draw`` asks for it."""
         weight = self.members.weights[i]
         if draw is None or weight.dtype == reference.compute_dtype(weight.dtype):
             return None
-        return reference.rounding_noise(weight, self.members.indices[i], seed, draw, reference.UPDATE_NOISE)
+        return reference.rounding_noise(weight, self.members.indices[i], seed, draw, domain)
 
     def _signed(self, product: Product | None, i: int, seed: int, draw: int) -> Tensor | None:
         """z⊙Hz of one member, or the sum of such that is there already."""

@@ -16,17 +16,23 @@ from torch import Tensor
 
 from .capturable import vector
 from .scalars import StepScalars
+from .variant import Sample
 
 __all__ = [
     "ascend",
     "ascent_scales",
     "compute_dtype",
+    "descent",
     "finite_difference",
+    "gap_scales",
+    "gap_sums",
+    "is_unknown",
     "philox",
     "probe",
     "rademacher",
     "root",
     "rounding_noise",
+    "sampled",
     "scalar_tensors",
     "square_sum",
     "step",
@@ -119,7 +125,7 @@ def stochastic_round(value: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor
 
 def square_sum(grad: Tensor, param: Tensor | None = None) -> Tensor:
     """‖g‖², or ‖|x| ⊙ g‖² where ``param`` is given, summed in double."""
-    g = grad.to(compute_dtype(grad.dtype))
+    g = grad.to(compute_dtype(grad.dtype))  # of a momentum, that is what it is
     if param is not None:
         g = param.to(g.dtype).abs() * g
     g = g.to(torch.float64)
@@ -149,6 +155,8 @@ def ascend(
 ) -> Tensor:
     """x + ε with ε = ρ g/‖g‖, or ε = ρ x²⊙g/‖|x|⊙g‖ (ASAM). ``scale`` is ρ over the norm.
 
+    M-SASSHA has the momentum of the last step in place of g, and −ρ in place of ρ.
+
     Reduced-precision parameters are rounded stochastically with ``noise``: rounding to nearest would lose most of ε.
     """
     dtype = compute_dtype(param.dtype)
@@ -163,6 +171,35 @@ def ascend(
         moved = stochastic_round(moved, param.dtype, noise)
     # Selected, never multiplied: with a scale of 0 the gradient may be infinite, and 0·inf is NaN.
     return torch.where(scale == 0, param, moved)
+
+
+# ---- gap --------------------------------------------------------------------------------------------------------
+
+
+def gap_sums(grad: Tensor, first: Tensor) -> Tensor:
+    """‖g‖², g·g̃ and ‖g̃‖², summed in double. ``first`` is g, the gradient at x, and ``grad`` is g̃."""
+    dtype = compute_dtype(grad.dtype)
+    g2, g = grad.to(dtype).double(), first.to(dtype).double()
+    return torch.stack(((g * g).sum(), (g * g2).sum(), (g2 * g2).sum()))
+
+
+def gap_scales(sums: Tensor, alpha: Sequence[float]) -> Tensor:
+    """α and g·g̃/‖g̃‖² per group, in float32 for every dtype; α = 0 where the quotient is not finite.
+
+    Rounding hides the order of summation, as in :func:`ascent_scales`.
+    """
+    share = (sums[1] / sums[2]).to(torch.float32).expand(len(alpha))
+    rows = torch.stack((vector(alpha, sums.device).to(torch.float32), share), dim=1)
+    return torch.where(torch.isfinite(share).unsqueeze(1), rows, torch.zeros_like(rows))
+
+
+def descent(grad: Tensor, first: Tensor, scales: Tensor) -> Tensor:
+    """g̃ − α g⊥, where g⊥ = g − (g·g̃/‖g̃‖²) g̃ is the part of g that is orthogonal to g̃ (GSAM)."""
+    dtype = compute_dtype(grad.dtype)
+    g2, g = grad.to(dtype), first.to(dtype)
+    alpha, share = scales.to(dtype)
+    taken = g2 - alpha * (g - share * g2)
+    return torch.where(alpha == 0, grad, taken.to(grad.dtype))  # selected: g may be infinite
 
 
 # ---- root -------------------------------------------------------------------------------------------------------
@@ -220,6 +257,16 @@ def scalar_tensors(scalars: StepScalars, dtype: torch.dtype, device: torch.devic
     return StepScalars(*fields)  # type: ignore[arg-type]
 
 
+def sampled(h: Tensor, sample: Sample) -> Tensor:
+    """What the average D takes of h = z⊙Hz. Adding 0 makes +0 of −0, which would say that no curvature is known."""
+    return {Sample.ABS: h.abs, Sample.SIGNED: lambda: h + 0.0, Sample.SQUARE: lambda: h * h}[sample]()
+
+
+def is_unknown(hessian: Tensor) -> Tensor:
+    """Where no curvature is known yet: where D is −0, with which it starts."""
+    return (hessian == 0) & torch.signbit(hessian)
+
+
 def step(
     x: Tensor,
     grad: Tensor,
@@ -228,6 +275,7 @@ def step(
     scalars: StepScalars,
     curvature: Tensor | None = None,
     noise: Tensor | None = None,
+    sample: Sample = Sample.ABS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lines 7 to 16 of Algorithm 1 for one parameter.
 
@@ -235,10 +283,11 @@ def step(
         x: The unperturbed parameter.
         grad: g̃, the gradient at x + ε.
         exp_avg: m of the last step.
-        hessian: D of the last refresh. It starts at −0: the sign bit says that no curvature is known yet.
+        hessian: D of the last refresh. It starts at −0, which says that no curvature is known yet.
         scalars: See :class:`StepScalars`.
         curvature: On a refresh Σ z⊙Hz over the probes, up to ``scalars.product_scale``; None otherwise.
         noise: Rounds the next x of a reduced-precision parameter stochastically; None rounds to nearest.
+        sample: What a refresh adds to D: |Ĥ|, Ĥ or Ĥ².
 
     Returns:
         The next x, m and D.
@@ -253,12 +302,13 @@ def step(
     # D = β2 D + (1−β2) |Ĥ|, where Ĥ is finite
     d = hessian
     if curvature is not None:
-        h = curvature.to(dtype) * s.product_scale
+        h = sampled(curvature.to(dtype) * s.product_scale, sample)
         refreshed = torch.isfinite(h)
-        d = torch.where(refreshed, s.beta2 * d + s.one_minus_beta2 * h.abs(), d)
+        d = torch.where(refreshed, s.beta2 * d + s.one_minus_beta2 * h, d)
         bias2 = torch.where(refreshed, s.bias2, s.bias2_kept)
-    # D̄ = (D / (1−β2^t))^power
+    # D̄ = max(D / (1−β2^t), floor)^power
     d_bar = d / bias2
+    d_bar = torch.where(d_bar < s.floor, s.floor, d_bar)
     if scalars.power == 0.5:
         d_bar = root(d_bar)
     elif scalars.power != 1.0:
@@ -268,7 +318,7 @@ def step(
     moved = x_now * s.decay - s.step_size * ratio
     rounded = moved.to(x.dtype) if noise is None or x.dtype == dtype else stochastic_round(moved, x.dtype, noise)
     # No weight moves before its curvature is known, and nothing at all where gradients overflowed.
-    x_next = torch.where(torch.signbit(d), x, rounded)
+    x_next = torch.where(is_unknown(d), x, rounded)
     results = (x_next, m, d)
     if isinstance(scalars.skip, Tensor) or scalars.skip:
         results = tuple(torch.where(s.skip != 0, a, b) for a, b in zip((x, exp_avg, hessian), results, strict=True))  # type: ignore[assignment]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["Request", "StepScalars", "cohort_scalars", "integer_power", "step_scalars"]
+__all__ = ["Request", "StepScalars", "cohort_scalars", "integer_power", "least_curvature", "step_scalars"]
 
 
 Scalar: TypeAlias = Any  # a float, or with ``capturable`` a 0-d tensor
@@ -33,6 +33,7 @@ class StepScalars(NamedTuple):
     grad_scale: Scalar = 1.0
     clip: Scalar = math.inf
     skip: Scalar = 0.0
+    floor: Scalar = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,12 @@ def integer_power(base: float, exponent: int) -> float:
     return result
 
 
+def least_curvature(group: Mapping[str, Any]) -> float:
+    """The least value of D/(1 − β2^t) in a denominator: none where ``hessian_floor`` is None."""
+    floor = group.get("hessian_floor", 0.0)
+    return -math.inf if floor is None else float(floor)
+
+
 def step_scalars(group: Mapping[str, Any], step: int, bias2: float, *, refresh: bool, request: Request) -> StepScalars:
     """Scalars of parameters that share a group, a step count and a curvature correction.
 
@@ -98,6 +105,7 @@ def step_scalars(group: Mapping[str, Any], step: int, bias2: float, *, refresh: 
         grad_scale=request.grad_scale,
         clip=math.inf if clip is None else clip * bias1,
         skip=request.skip,
+        floor=least_curvature(group),
     )
 
 

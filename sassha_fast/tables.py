@@ -17,14 +17,15 @@ from torch import Tensor
 
 from .accessors import address, is_contiguous
 from .capturable import DeviceScalars
-from .passes import Members, Passes, Product, check_grads
+from .passes import Members, Passes, Product, Stepped, check_grads
 from .scalars import StepScalars
+from .variant import Sample
 
 __all__ = ["TablePasses", "fits_kernels"]
 
 # Columns of the table: struct Row in csrc/params.h.
-PARAM, GRAD, BACKUP, EXP_AVG, HESSIAN, PRODUCT, NUMEL, LAYOUT, DTYPE, INDEX, GROUP, COHORT, FLAGS = range(13)
-ROW_WORDS = 13
+PARAM, GRAD, BACKUP, EXP_AVG, HESSIAN, PRODUCT, FIRST, NUMEL, LAYOUT, DTYPE, INDEX, GROUP, COHORT, FLAGS = range(14)
+ROW_WORDS = 14
 OWNS_BUFFER, SIGNED_PRODUCT, PROBE_GRADIENT = 1, 2, 4
 
 T = TypeVar("T")
@@ -71,19 +72,33 @@ class TablePasses(Passes, ABC):
         self.keep: list[Tensor] = []  # whatever the table points to that nobody else holds
         self.checked = False
         self.shared = 0
+        self.refitted: list[tuple[Tensor, Tensor]] = []  # gradients in another layout, and their copies
 
-    def bind_state(self, exp_avgs: list[Tensor], hessians: list[Tensor]) -> None:
+    def bind_state(self, exp_avgs: list[Tensor], hessians: list[Tensor], apart: list[Tensor] | None = None) -> None:
         """See :meth:`Passes.bind_state`. State in another layout than its parameter's is rejected."""
-        super().bind_state(exp_avgs, hessians)
-        for column, tensors in ((EXP_AVG, exp_avgs), (HESSIAN, hessians)):
-            misfits, _ = self.bind(column, self._pick(tensors))
+        super().bind_state(exp_avgs, hessians, apart)
+        for column, tensors in ((EXP_AVG, exp_avgs), (HESSIAN, hessians), (BACKUP, apart)):
+            misfits, _ = self.bind(column, self._pick(tensors)) if tensors is not None else (0, 0)
             if misfits:
                 raise RuntimeError(
                     f"SASSHA: {misfits} tensors of optimizer state do not have the layout of their parameters; "
                     "reload them with load_state_dict, which copies them into place"
                 )
         if self.rest is not None:
-            self.rest.bind_state([exp_avgs[i] for i in self.odd], [hessians[i] for i in self.odd])
+            columns = ([column[i] for i in self.odd] for column in (exp_avgs, hessians))
+            self.rest.bind_state(*columns, None if apart is None else [apart[i] for i in self.odd])
+
+    def bind_firsts(self, firsts: list[Tensor]) -> None:
+        """See :meth:`Passes.bind_firsts`. Gradients in another layout are copied into the parameter's."""
+        mine = self._pick(firsts)
+        misfits, _ = self.bind(FIRST, mine)
+        if misfits:
+            check_grads(self.members.names, self.members.weights, firsts)
+            mine = self._fitted(mine)
+            self.bind(FIRST, mine)
+        self.firsts = mine
+        if self.rest is not None:
+            self.rest.bind_firsts([firsts[i] for i in self.odd])
 
     def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
         """See :meth:`Passes.bind_grads`. Gradients in another layout are copied into the parameter's."""
@@ -91,20 +106,19 @@ class TablePasses(Passes, ABC):
             # Nothing to find out about the gradients but where they are, which is cheaper than handing them over.
             addresses = array("q", map(address, grads))
             self.columns[GRAD].copy_(torch.frombuffer(addresses, dtype=torch.int64))
-            self.grads = grads
+            self.grads, self.refitted = grads, []
             return
         if not self.checked:  # from then on, torch itself lets nothing else become the gradient of these parameters
             check_grads(self.members.names, self.members.weights, grads)
             self.checked = True
-        mine = self._pick(grads)
+        given = mine = self._pick(grads)
         misfits, self.shared = self.bind(GRAD, mine)
+        self.refitted = []
         if misfits:
             check_grads(self.members.names, self.members.weights, grads)
-            mine = [
-                g if g.stride() == w.stride() else torch.empty_like(w).copy_(g)
-                for g, w in zip(mine, self.weights, strict=True)
-            ]
+            mine = self._fitted(given)
             _, self.shared = self.bind(GRAD, mine)
+            self.refitted = [(g, copy) for g, copy in zip(given, mine, strict=True) if copy is not g]
         self.grads = mine
         if self.rest is not None:
             self.rest.bind_grads([grads[i] for i in self.odd])
@@ -142,6 +156,32 @@ class TablePasses(Passes, ABC):
         self.backups = []
         if self.rest is not None:
             self.rest.restore()
+
+    def momentum_ascent(self, scales: Tensor, *, adaptive: bool, seed: int, draw: Tensor) -> None:
+        """See :meth:`Passes.momentum_ascent`."""
+        self.kernel_momentum_ascent(scales, adaptive, seed, draw)
+        if self.rest is not None:
+            self.rest.momentum_ascent(scales, adaptive=adaptive, seed=seed, draw=draw)
+
+    def settle(self) -> None:
+        """See :meth:`Passes.settle`."""
+        self.kernel_restore()
+        if self.rest is not None:
+            self.rest.settle()
+
+    def gap_sums(self) -> Tensor:
+        """See :meth:`Passes.gap_sums`."""
+        sums = self.kernel_gap_sums()
+        return sums if self.rest is None else sums + self.rest.gap_sums()
+
+    def decompose(self, scales: Tensor) -> None:
+        """See :meth:`Passes.decompose`."""
+        self.kernel_decompose(scales)
+        self.firsts = []
+        for given, copy in self.refitted:
+            given.copy_(copy)
+        if self.rest is not None:
+            self.rest.decompose(scales)
 
     def drop_backups(self) -> list[Tensor]:
         """See :meth:`Passes.drop_backups`."""
@@ -189,33 +229,60 @@ class TablePasses(Passes, ABC):
         *,
         restore: bool = False,
         noise_draw: Tensor | None = None,
-    ) -> Tensor | None:
+        sample: Sample = Sample.ABS,
+        adaptive: bool = False,
+    ) -> Stepped:
         """See :meth:`Passes.step`."""
         if cohorts is not self.cohorts and cohorts != self.cohorts:
             self.table[:, COHORT] = _numbers(self._pick(cohorts))
         self.cohorts = cohorts
         numbers = self.scalar_table(scalars)
-        if not restore:
+        if not restore and self.apart is None:
             self.columns[BACKUP].copy_(self.columns[PARAM])
-        if products is None:
-            tallies: Tensor | None = None
-            self.kernel_step(numbers, seed, noise_draw)
-        else:
+        if products is not None:
             self._bind_products(self._pick(products))
-            tallies = self.kernel_refresh_step(numbers, seed, draw, noise_draw)
+        stepped = self._kernel_step(numbers, products is not None, seed, draw, noise_draw, sample, adaptive)
+        if products is not None:
             self.table[:, PRODUCT] = 0
         self.grads, self.keep = [], []
         if restore:
             self.backups = []
-        if self.rest is not None:
-            mine = None if products is None else [products[i] for i in self.odd]
-            theirs = [cohorts[i] for i in self.odd]
-            rest = self.rest.step(scalars, theirs, mine, seed, draw, restore=restore, noise_draw=noise_draw)
-            if rest is not None and tallies is not None:
-                both = torch.zeros(len(cohorts), rest.shape[1], dtype=torch.float64, device=tallies.device)
-                both[self.native], both[self.odd] = tallies, rest
-                tallies = both
-        return tallies
+        if self.rest is None:
+            return stepped
+        mine = None if products is None else [products[i] for i in self.odd]
+        options = {"restore": restore, "noise_draw": noise_draw, "sample": sample, "adaptive": adaptive}
+        rest = self.rest.step(scalars, [cohorts[i] for i in self.odd], mine, seed, draw, **options)  # type: ignore[arg-type]
+        return self._together(stepped, rest)
+
+    def _kernel_step(
+        self,
+        scalars: Tensor,
+        refresh: bool,
+        seed: int,
+        draw: int,
+        noise_draw: Tensor | None,
+        sample: Sample,
+        adaptive: bool,
+    ) -> Stepped:
+        """The update of the table by the kernel that fits."""
+        if self.apart is not None:
+            if refresh:
+                return Stepped(*self.kernel_apart_refresh_step(scalars, adaptive, seed, draw, noise_draw, sample))
+            return Stepped(None, self.kernel_apart_step(scalars, adaptive, seed, noise_draw))
+        if refresh:
+            return Stepped(self.kernel_refresh_step(scalars, seed, draw, noise_draw, sample))
+        self.kernel_step(scalars, seed, noise_draw)
+        return Stepped()
+
+    def _together(self, table: Stepped, rest: Stepped) -> Stepped:
+        """What the kernels and the reference's way found, in the order of the members."""
+        tallies, sums = table.tallies, table.square_sums
+        if tallies is not None and rest.tallies is not None:
+            tallies = torch.zeros(len(self.members.weights), 3, dtype=torch.float64, device=tallies.device)
+            tallies[self.native], tallies[self.odd] = table.tallies, rest.tallies  # type: ignore[assignment]
+        if sums is not None and rest.square_sums is not None:
+            sums = sums + rest.square_sums
+        return Stepped(tallies, sums)
 
     def scalar_table(self, scalars: Sequence[StepScalars]) -> Tensor:
         """The scalars as one float64 tensor where the kernels read it, a row per cohort."""
@@ -239,6 +306,11 @@ class TablePasses(Passes, ABC):
             flags[i] |= SIGNED_PRODUCT * product.signed | PROBE_GRADIENT * product.probed
         self.table[:, PRODUCT] = _numbers(addresses)
         self.table[:, FLAGS] = _numbers(flags)
+
+    def _fitted(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors in the layout of their parameters, copied where they have another."""
+        pairs = zip(tensors, self.weights, strict=True)
+        return [t if t.stride() == w.stride() else torch.empty_like(w).copy_(t) for t, w in pairs]
 
     def _pick(self, values: Sequence[T]) -> list[T]:
         return [values[i] for i in self.native] if self.odd else values  # type: ignore[return-value]
@@ -283,5 +355,29 @@ class TablePasses(Passes, ABC):
         """The ordinary update, of x in the backups (which may be the parameters)."""
 
     @abstractmethod
-    def kernel_refresh_step(self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None) -> Tensor:
+    def kernel_refresh_step(
+        self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None, sample: Sample
+    ) -> Tensor:
         """The update with products. Returns tallies, a row per row of the table."""
+
+    @abstractmethod
+    def kernel_apart_step(self, scalars: Tensor, adaptive: bool, seed: int, noise_draw: Tensor | None) -> Tensor:
+        """The ordinary update of x in the backups, in place. Returns squares of m per group."""
+
+    @abstractmethod
+    def kernel_apart_refresh_step(
+        self, scalars: Tensor, adaptive: bool, seed: int, draw: int, noise_draw: Tensor | None, sample: Sample
+    ) -> tuple[Tensor, Tensor]:
+        """The same with products. Returns tallies and squares."""
+
+    @abstractmethod
+    def kernel_momentum_ascent(self, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
+        """x + ε into the parameters, from x in the backups and from m."""
+
+    @abstractmethod
+    def kernel_gap_sums(self) -> Tensor:
+        """‖g‖², g·g̃ and ‖g̃‖² over the table."""
+
+    @abstractmethod
+    def kernel_decompose(self, scales: Tensor) -> None:
+        """g̃ − α g⊥ into the gradients."""

@@ -35,7 +35,13 @@ def arguments(dtype=torch.float32):
         "rademacher_": [some(dtype), [1, 2, 3], 4, 5],
         "probe_": [some(dtype), [1, 2, 3], 0.1, 4, 5],
         "step_": [*step, SCALARS, [0, 0, 0], [1, 2, 3], 4, torch.tensor([5])],
-        "refresh_step_": [*step, some(dtype), SCALARS, [0, 0, 0], [1, 2, 3], False, 4, 5, None],
+        "refresh_step_": [*step, some(dtype), SCALARS, [0, 0, 0], [1, 2, 3], False, 4, 5, None, 1],
+        "momentum_ascent_": [
+            *(some(dtype), some(dtype), some(state)),
+            *(scales, [0, 1, 0], [4, 5, 6], False, 1, torch.tensor([2])),
+        ],
+        "gap_sums": [some(dtype), some(dtype)],
+        "decompose_": [some(dtype), some(dtype), torch.tensor([[0.1, 0.2], [0.3, 0.4]]), [0, 1, 0]],
     }
 
 
@@ -49,13 +55,16 @@ LISTS = {
     "probe_": ["params"],
     "step_": ["params", "backups", "grads", "exp_avgs", "hessians"],
     "refresh_step_": ["params", "backups", "grads", "exp_avgs", "hessians", "products"],
+    "momentum_ascent_": ["params", "weights", "exp_avgs"],
+    "gap_sums": ["grads", "firsts"],
+    "decompose_": ["grads", "firsts"],
 }
 EVERY_LIST = [(op, i) for op, names in LISTS.items() for i in range(len(names))]
 LATER_LISTS = [(op, i) for op, i in EVERY_LIST if i > 0]
 STATE = ("exp_avgs", "hessians")
 NEED_ROW_MAJOR = [
     *((op, torch.float32) for op in ("rademacher_", "probe_", "refresh_step_")),
-    *((op, dtype) for op in ("perturb_", "step_") for dtype in REDUCED),
+    *((op, dtype) for op in ("perturb_", "step_", "momentum_ascent_") for dtype in REDUCED),
 ]
 
 

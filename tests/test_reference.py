@@ -190,6 +190,25 @@ def test_step_follows_algorithm_one_on_numbers_worked_by_hand():
     assert_same_bits(reference.step(x, g, m, d, s._replace(skip=1.0)), (x, m, d))
     linear = reference.step(x, g, m, d, s._replace(power=1.0))
     assert_same_bits(linear, tuple(_doubles(1.0 - 2.0 * (2.5 / 17.0), 2.5, 8.0)))
+    floored = reference.step(x, g, m, d, s._replace(floor=64.0))
+    assert_same_bits(floored, tuple(_doubles(1.0 - 2.0 * (2.5 / 9.0), 2.5, 8.0)))
+
+
+@pytest.mark.parametrize(("sample", "expected"), [(Sample.ABS, 6.0), (Sample.SIGNED, -6.0), (Sample.SQUARE, 36.0)])
+def test_samples_are_the_magnitude_the_value_and_the_square(sample, expected):
+    h = torch.tensor([-6.0, -0.0])
+    assert_same_bits(reference.sampled(h, sample), torch.tensor([expected, 0.0]))
+    assert reference.is_unknown(torch.tensor([-0.0, 0.0, -1.0])).tolist() == [True, False, False]
+
+
+def test_gap_follows_its_equations_on_numbers_worked_by_hand():
+    g2, g = torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0])
+    sums = reference.gap_sums(g2, g)
+    assert sums.tolist() == [10.0, 2.0, 4.0]
+    scales = reference.gap_scales(sums, [0.5, 0.0])
+    assert scales.tolist() == [[0.5, 0.5], [0.0, 0.5]]
+    assert reference.descent(g2, g, scales[0]).tolist() == [2.0, -1.5]  # the orthogonal part is (0, 3)
+    assert reference.descent(g2, g, scales[1]).tolist() == [2.0, 0.0]
 
 
 def _doubles(*values):

@@ -1,5 +1,6 @@
 """The update, ordinary and on a refresh."""
 
+import math
 from functools import cache
 
 import pytest
@@ -25,6 +26,7 @@ from tolerances import power_bound, power_rtol, trace_bound
 from sassha_fast import reference
 from sassha_fast.passes import Product
 from sassha_fast.scalars import Request, StepScalars, step_scalars
+from sassha_fast.variant import Sample
 
 pytestmark = pytest.mark.usefixtures("native_ops")
 OPS = torch.ops.sassha_fast
@@ -68,7 +70,7 @@ def scalars_for(power, mode):
     ]
 
 
-def step_by(runner, lists, scalars, mode, noise=None):
+def step_by(runner, lists, scalars, mode, noise=None, sample=Sample.ABS):
     """Updates the lists in place; returns the tally of a refresh. ``noise`` is the draw of stochastic rounding."""
     n = len(lists.weights)
     if runner.startswith("ops"):
@@ -83,7 +85,7 @@ def step_by(runner, lists, scalars, mode, noise=None):
             return OPS.step_(*common, table, cohorts_of(n), indices_of(n), SEED, noise)
         signed = mode == "signed"
         return OPS.refresh_step_(
-            *common, lists.products, table, cohorts_of(n), indices_of(n), signed, SEED, DRAW, noise
+            *common, lists.products, table, cohorts_of(n), indices_of(n), signed, SEED, DRAW, noise, int(sample)
         )
     passes = PASSES[runner](members_of(lists.weights))
     passes.bind_state(lists.exp_avgs, lists.hessians)
@@ -91,7 +93,7 @@ def step_by(runner, lists, scalars, mode, noise=None):
     products = None
     if mode != "ordinary":
         products = [_product(passes, lists, i, mode) for i in range(n)]
-    return passes.step(scalars, cohorts_of(n), products, SEED, DRAW, noise_draw=noise)
+    return passes.step(scalars, cohorts_of(n), products, SEED, DRAW, noise_draw=noise, sample=sample).tallies
 
 
 def _product(passes, lists, i, mode):
@@ -103,7 +105,7 @@ def _product(passes, lists, i, mode):
     return Product(lists.products[i] * z, signed=True)
 
 
-def expected_lists(lists, scalars, mode):
+def expected_lists(lists, scalars, mode, sample=Sample.ABS):
     """Weights, m, D and tallies by the reference, and the sum of magnitudes in each trace."""
     weights, exp_avgs, hessians, tallies, magnitudes = [], [], [], [], []
     for i, (x, g, m, d, p) in enumerate(zip(*lists, strict=True)):
@@ -115,7 +117,8 @@ def expected_lists(lists, scalars, mode):
             seen = mean[mean.isfinite()].double()
             tallies.append((float(seen.sum()), int((seen < 0).sum()), seen.numel()))
             magnitudes.append(float(seen.abs().sum()))
-        for column, value in zip((weights, exp_avgs, hessians), reference.step(x, g, m, d, s, h), strict=True):
+        results = reference.step(x, g, m, d, s, h, sample=sample)
+        for column, value in zip((weights, exp_avgs, hessians), results, strict=True):
             column.append(value)
     return weights, exp_avgs, hessians, tallies, magnitudes
 
@@ -200,6 +203,46 @@ def test_refresh_reads_and_rounds_every_bit_pattern_like_torch(dtype, runner):
     scalars = scalars_for(0.5, "unsigned")
     found = step_by(runner, lists, scalars, "unsigned")
     assert_stepped(lists, found, expected_lists(before, scalars, "unsigned"))
+
+
+# ---- what a refresh adds, and the least curvature -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.6, -math.inf])
+@pytest.mark.parametrize("sample", Sample)
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
+def test_samples_and_floors_equal_the_reference(dtype, runner, sample, floor):
+    case = BY_NAME["chunks"]
+    before, lists = (build(case, dtype, nonfinite=True) for _ in range(2))
+    if sample is Sample.SIGNED:
+        for column in (before.hessians, lists.hessians):
+            for d in column:
+                d[d > 1] *= -1  # averages of signed samples are of either sign
+    power = 1.0 if floor < 0 else 0.5
+    scalars = [row._replace(floor=floor) for row in scalars_for(power, "unsigned")]
+    found = step_by(runner, lists, scalars, "unsigned", sample=sample)
+    assert_stepped(lists, found, expected_lists(before, scalars, "unsigned", sample))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_square_that_overflows_leaves_curvature_as_it_was(runner):
+    lists = build(Case("one", (Spec((300,)),)), torch.float32)
+    lists.products[0].fill_(1e25)
+    before = lists.hessians[0].clone()
+    tally = step_by(runner, lists, scalars_for(0.5, "signed"), "signed", sample=Sample.SQUARE)
+    assert_same_bits(lists.hessians[0], before)
+    assert tally[0, 2] == 300  # the product itself is finite
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("sample", Sample)
+def test_a_product_of_minus_zero_makes_curvature_known_whatever_is_sampled(sample, runner):
+    lists = build(Case("one", (Spec((300,)),)), torch.float32)
+    lists.hessians[0].fill_(-0.0)
+    lists.products[0].fill_(-0.0)
+    step_by(runner, lists, scalars_for(0.5, "signed"), "signed", sample=sample)
+    assert_same_bits(lists.hessians[0], torch.zeros(300))
 
 
 # ---- curvature that isn't there -----------------------------------------------------------------------------------
@@ -298,7 +341,7 @@ def test_members_without_a_product_keep_curvature_on_a_refresh(runner):
     scalars = scalars_for(0.5, "signed")
     n = len(lists.weights)
     products = [Product(p, signed=True) if i % 3 == 0 else None for i, p in enumerate(lists.products)]
-    found = passes.step(scalars, cohorts_of(n), products, SEED, DRAW)
+    found = passes.step(scalars, cohorts_of(n), products, SEED, DRAW).tallies
     for i, (x, g, m, d, p) in enumerate(zip(*before, strict=True)):
         expected = reference.step(x, g, m, d, scalars[i % 2], p if i % 3 == 0 else None)
         assert_same_bits([lists.weights[i], lists.exp_avgs[i], lists.hessians[i]], expected, f"member {i}")

@@ -9,8 +9,11 @@
 namespace sassha {
 namespace {
 
-#define SASSHA_KERNEL_SET(ISA) \
-  Kernels { #ISA, ISA::square_sum, ISA::perturb, ISA::restore, ISA::rademacher, ISA::probe, ISA::step }
+#define SASSHA_KERNEL_SET(ISA)                                                                              \
+  Kernels {                                                                                                 \
+    #ISA, ISA::square_sum, ISA::perturb, ISA::restore, ISA::momentum_ascent, ISA::gap_sums, ISA::decompose, \
+        ISA::rademacher, ISA::probe, ISA::step                                                              \
+  }
 
 Kernels choose() {
   const char* set = std::getenv("SASSHA_CPU_ISA");

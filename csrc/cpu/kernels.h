@@ -23,7 +23,15 @@ struct StepOptions {
   uint32_t draw;         // of the signs of a product that is not signed yet
   uint32_t noise_draw;   // of the rounding noise of reduced-precision parameters
   bool round_at_random;  // round those with it, not to nearest
+  Sample sample;         // what a refresh adds to D
+  bool apart;            // x lives in the backup for good: it is updated there, and squares of m are added up
+  bool adaptive;         // of |x| m, then
   bool stream;           // write parameters past the cache
+};
+
+struct Stepped {
+  Tally tally;     // of a refresh
+  double squares;  // of m, where x lives apart
 };
 
 struct Kernels {
@@ -31,9 +39,12 @@ struct Kernels {
   double (*square_sum)(const Row& row, int64_t begin, int64_t size, bool adaptive);
   void (*perturb)(const Row& row, int64_t begin, int64_t size, const AscentOptions& options);
   void (*restore)(const Row& row, int64_t begin, int64_t size, bool stream);
+  void (*momentum_ascent)(const Row& row, int64_t begin, int64_t size, const AscentOptions& options);
+  GapSums (*gap_sums)(const Row& row, int64_t begin, int64_t size);
+  void (*decompose)(const Row& row, int64_t begin, int64_t size, const GapScales* scales);
   void (*rademacher)(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw);
   void (*probe)(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw, double h);
-  Tally (*step)(const Row& row, int64_t begin, int64_t size, const StepOptions& options);
+  Stepped (*step)(const Row& row, int64_t begin, int64_t size, const StepOptions& options);
 };
 
 // The set chosen for this machine: the widest that it runs, or what SASSHA_CPU_ISA names.
@@ -45,9 +56,12 @@ const Kernels& kernels();
   double square_sum(const Row& row, int64_t begin, int64_t size, bool adaptive);                   \
   void perturb(const Row& row, int64_t begin, int64_t size, const AscentOptions& options);         \
   void restore(const Row& row, int64_t begin, int64_t size, bool stream);                          \
+  void momentum_ascent(const Row& row, int64_t begin, int64_t size, const AscentOptions& options); \
+  GapSums gap_sums(const Row& row, int64_t begin, int64_t size);                                   \
+  void decompose(const Row& row, int64_t begin, int64_t size, const GapScales* scales);            \
   void rademacher(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw);      \
   void probe(const Row& row, int64_t begin, int64_t size, uint64_t seed, uint32_t draw, double h); \
-  Tally step(const Row& row, int64_t begin, int64_t size, const StepOptions& options);             \
+  Stepped step(const Row& row, int64_t begin, int64_t size, const StepOptions& options);           \
   }
 
 SASSHA_DECLARE_KERNELS(generic)

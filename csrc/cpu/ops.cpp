@@ -37,10 +37,24 @@ struct Cpu {
   }
 
   static Tensor refresh_step(const std::vector<Row>& rows, const Tensor& like, const Tensor& scalars, int64_t seed,
-                             int64_t draw, const std::optional<Tensor>& noise_draw) {
+                             int64_t draw, const std::optional<Tensor>& noise_draw, int64_t sample) {
     Tensor tallies = new_doubles(like, {static_cast<int64_t>(rows.size()), kTallyWords});
-    sassha::step(view(rows), step_options(scalars, seed, draw, noise_draw), static_cast<Tally*>(tallies.data_ptr()));
+    sassha::step(view(rows), step_options(scalars, seed, draw, noise_draw, sample),
+                 static_cast<Tally*>(tallies.data_ptr()));
     return tallies;
+  }
+
+  static void momentum_ascent(const std::vector<Row>& rows, const Tensor&, const Tensor& scales, bool adaptive,
+                              int64_t seed, const Tensor& draw) {
+    sassha::momentum_ascent(view(rows), ascent_options(scales, adaptive, seed, draw));
+  }
+
+  static Tensor gap_sums(const std::vector<Row>& rows, const Tensor& like) {
+    return as_tensor(sassha::gap_sums(view(rows)), like);
+  }
+
+  static void decompose(const std::vector<Row>& rows, const Tensor&, const Tensor& scales) {
+    sassha::decompose(view(rows), static_cast<const GapScales*>(scales.data_ptr()));
   }
 };
 

@@ -1,4 +1,5 @@
-// Ascent and the way back: x + eps into the parameter, x into the backup, and the copy that undoes it.
+// Ascent and the way back: x + eps into the parameter, x into the backup, and the copy that undoes it. Where x lives
+// apart from the parameter, x + eps is derived from it and from the momentum.
 #include "block.h"
 #include "kernels.h"
 
@@ -46,7 +47,39 @@ void perturb_of(const Row& row, int64_t begin, int64_t size, const AscentOptions
   }
 }
 
+template <typename T, bool kAdaptive>
+void momentum_ascent_of(const Row& row, int64_t begin, int64_t size, const AscentOptions& options) {
+  using C = Compute<T>;
+  T* param = at<T>(row.param, begin);
+  const T* weight = at<T>(row.backup, begin);
+  const C* exp_avg = at<C>(row.exp_avg, begin);
+  const C scale = options.scales[row.group];
+  if (scale == 0) {
+    memcpy(param, weight, static_cast<size_t>(size) * sizeof(T));
+    return;
+  }
+  const Stream stream{options.seed, static_cast<uint32_t>(row.index), options.draw};
+  for_each_block(size, [&](int64_t offset, auto n) {
+    C room[kBlock], moved[kBlock];
+    const C* x = load(weight + offset, room, n);
+    const C* m = exp_avg + offset;
+    for (int64_t i = 0; i < n; ++i) {
+      moved[i] = x[i] + (kAdaptive ? adaptive_ascent(scale, m[i], x[i]) : ascent(scale, m[i]));
+    }
+    if constexpr (!std::is_same_v<T, C>) round_stochastically<T>(moved, n, stream, begin + offset, kAscentNoise);
+    store(param + offset, moved, n);
+  });
+}
+
 }  // namespace
+
+void momentum_ascent(const Row& row, int64_t begin, int64_t size, const AscentOptions& options) {
+  with_dtype(row.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    options.adaptive ? momentum_ascent_of<T, true>(row, begin, size, options)
+                     : momentum_ascent_of<T, false>(row, begin, size, options);
+  });
+}
 
 void perturb(const Row& row, int64_t begin, int64_t size, const AscentOptions& options) {
   with_dtype(row.dtype, [&](auto tag) {

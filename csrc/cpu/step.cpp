@@ -37,11 +37,38 @@ SASSHA_HD bool curvature_sample(const C* product, const C* g, C* h, N n, const S
   return finite == n;
 }
 
+// What a block of products adds to D, in their place. Returns whether all of it is finite.
+template <typename C, typename N>
+SASSHA_HD bool sample_block(C* h, N n, Sample sample, bool finite) {
+  if (sample == kMagnitude) {
+    for (int64_t i = 0; i < n; ++i) h[i] = sampled(h[i], kMagnitude);
+  } else if (sample == kSigned) {
+    for (int64_t i = 0; i < n; ++i) h[i] = sampled(h[i], kSigned);
+  } else {
+    for (int64_t i = 0; i < n; ++i) h[i] = sampled(h[i], kSquare);
+    return is_finite(block_sum(h, n));  // squares may overflow
+  }
+  return finite;
+}
+
+// Adds up squares of m, or of |x| m for the x that was written.
+template <typename T, typename N>
+SASSHA_HD void add_squares(SquareSum& sum, const Compute<T>* m, const T* x, N n, bool adaptive) {
+  if (!adaptive) {
+    sum.add(m, n);
+    return;
+  }
+  Compute<T> room[kBlock], scaled[kBlock];
+  const Compute<T>* weight = load(x, room, n);
+  for (int64_t i = 0; i < n; ++i) scaled[i] = absolute(weight[i]) * m[i];
+  sum.add(scaled, n);
+}
+
 template <typename T, Power kPower, Product kProduct>
-Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
+Stepped step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
   using C = Compute<T>;
   const StepScalars<C> s = rounded<C>(options.scalars[row.cohort]);
-  T* param = at<T>(row.param, begin);
+  T* param = at<T>(options.apart ? row.backup : row.param, begin);
   const T* backup = at<T>(row.backup, begin);
   const T* grad = at<T>(row.grad, begin);
   const T* product = at<T>(row.product, begin);
@@ -49,9 +76,15 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
   C* hessian = at<C>(row.hessian, begin);
   const Stream signs{options.seed, static_cast<uint32_t>(row.index), options.draw};
   Tally tally = {};
+  SquareSum squares;
   if (s.skip != 0) {
     if (param != backup) memcpy(param, backup, static_cast<size_t>(size) * sizeof(T));
-    return tally;
+    if (options.apart) {
+      for_each_block(size, [&](int64_t offset, auto n) {
+        add_squares(squares, exp_avg + offset, backup + offset, n, options.adaptive);
+      });
+    }
+    return {tally, squares.total()};
   }
   for_each_block(size, [&](int64_t offset, auto n) {
     C x_room[kBlock], g_room[kBlock], p_room[kBlock], denom[kBlock], next[kBlock];
@@ -64,7 +97,8 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
     } else {
       C h[kBlock];
       const C* raw = load(product + offset, p_room, n);
-      if (curvature_sample<kProduct>(raw, g, h, n, signs, begin + offset, s, tally)) {
+      const bool finite = curvature_sample<kProduct>(raw, g, h, n, signs, begin + offset, s, tally);
+      if (sample_block(h, n, options.sample, finite)) {
         for (int64_t i = 0; i < n; ++i) {
           d[i] = curvature(d[i], h[i], s);
           denom[i] = denominator<kPower>(d[i], s.bias2, s);
@@ -82,7 +116,7 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
       next[i] = descend(x[i], m[i], d[i], denom[i], s);
     }
     if constexpr (std::is_same_v<T, C>) {
-      if (options.stream) {
+      if (options.stream) {  // never where x lives apart
         stream_out(param + offset, next, n);
         return;
       }
@@ -91,13 +125,14 @@ Tally step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& op
       round_stochastically<T>(next, n, noise, begin + offset, kUpdateNoise);
     }
     store(param + offset, next, n);
+    if (options.apart) add_squares(squares, m, param + offset, n, options.adaptive);
   });
   if (options.stream) stream_fence();
-  return tally;
+  return {tally, squares.total()};
 }
 
 template <typename T, Power kPower>
-Tally step_with_power(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
+Stepped step_with_power(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
   switch (product_of(row)) {
     case Product::kNone:
       return step_of<T, kPower, Product::kNone>(row, begin, size, options);
@@ -112,7 +147,7 @@ Tally step_with_power(const Row& row, int64_t begin, int64_t size, const StepOpt
 
 }  // namespace
 
-Tally step(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
+Stepped step(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
   const double power = options.scalars[row.cohort].power;
   return with_dtype(row.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -1,0 +1,149 @@
+"""Weights that live apart from their parameters: updated there, with ‖m‖ on the way, and x + ε derived from them."""
+
+from functools import cache
+
+import pytest
+import torch
+from cases import (
+    CASES,
+    DTYPES,
+    N_GROUPS,
+    PAIRS,
+    PASSES,
+    REDUCED,
+    affordable,
+    assert_same_bits,
+    build,
+    clones,
+    groups_of,
+    indices_of,
+    members_of,
+    pair_id,
+)
+from test_step import DRAW, SEED, cohorts_of, expected_lists, scalars_for
+from tolerances import sum_bound
+
+from sassha_fast import reference
+from sassha_fast.passes import Product
+
+pytestmark = pytest.mark.usefixtures("native_ops")
+OPS = torch.ops.sassha_fast
+SCALES = torch.tensor([-0.37, 99.0, 1.9])
+NOISE = torch.tensor([13])
+BY_NAME = {case.name: case for case in CASES}
+RUNS = [(c, d, r) for c, d in PAIRS for r in PASSES if affordable(r, c) and not (r == "triton" and c.name == "sizes")]
+
+
+def bound(runner, lists):
+    """Passes whose parameters are NaN and whose x is what the case has as weights."""
+    apart = [torch.empty_like(w).copy_(w) for w in lists.weights]
+    for weight in lists.weights:
+        weight.fill_(torch.nan)
+    passes = PASSES[runner](members_of(lists.weights))
+    passes.bind_state(lists.exp_avgs, lists.hessians, apart)
+    passes.bind_grads(lists.grads)
+    return passes, apart
+
+
+def expected_ascent(xs, exp_avgs, adaptive):
+    out = []
+    for x, m, group, index in zip(xs, exp_avgs, groups_of(len(xs)), indices_of(len(xs)), strict=True):
+        reduced = x.dtype in REDUCED
+        noise = reference.rounding_noise(x, index, SEED, NOISE, reference.ASCENT_NOISE) if reduced else None
+        out.append(reference.ascend(x, m, SCALES[group], adaptive=adaptive, noise=noise))
+    return out
+
+
+@cache
+def expected_case(case, dtype, mode):
+    return expected_lists(build(case, dtype, nonfinite=True), scalars_for(0.5, mode), mode)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("mode", ["ordinary", "signed"])
+@pytest.mark.parametrize(("case", "dtype", "runner"), RUNS, ids=pair_id)
+def test_update_apart_equals_the_reference_adds_squares_and_leaves_parameters_alone(
+    case, dtype, runner, mode, adaptive
+):
+    lists = build(case, dtype, nonfinite=True)
+    passes, apart = bound(runner, lists)
+    products = [Product(p, signed=True) for p in lists.products] if mode == "signed" else None
+    n = len(apart)
+    found = passes.step(scalars_for(0.5, mode), cohorts_of(n), products, SEED, DRAW, adaptive=adaptive)
+    weights, exp_avgs, hessians, tallies, _ = expected_case(case, dtype, mode)
+    assert_same_bits(apart, weights, "x")
+    assert_same_bits(lists.exp_avgs, exp_avgs, "m")
+    assert_same_bits(lists.hessians, hessians, "D")
+    assert all(w.isnan().all() for w in lists.weights)
+    assert (found.tallies is None) == (mode == "ordinary")
+    if found.tallies is not None:
+        assert found.tallies[:, 1:].tolist() == [list(row[1:]) for row in tallies]
+    sums = torch.zeros(N_GROUPS, dtype=torch.float64)
+    for x, m, group in zip(weights, exp_avgs, groups_of(n), strict=True):
+        sums[group] += reference.square_sum(m, x if adaptive else None)
+    elements = sum(w.numel() for w in weights)
+    assert ((found.square_sums - sums).abs() <= sum_bound(elements, float(sums.sum()))).all()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(("case", "dtype", "runner"), RUNS, ids=pair_id)
+def test_momentum_ascent_equals_the_reference_and_settle_shows_x(case, dtype, runner, adaptive):
+    lists = build(case, dtype)
+    passes, apart = bound(runner, lists)
+    before, moments = clones(apart), clones(lists.exp_avgs)
+    passes.momentum_ascent(SCALES, adaptive=adaptive, seed=SEED, draw=NOISE)
+    assert_same_bits(lists.weights, expected_ascent(before, moments, adaptive))
+    assert_same_bits(apart, before)
+    assert_same_bits(lists.exp_avgs, moments)
+    passes.settle()
+    assert_same_bits(lists.weights, before)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
+def test_momentum_ascent_as_an_operator_equals_the_reference(dtype, adaptive):
+    lists = build(BY_NAME["sizes"], dtype)
+    n = len(lists.weights)
+    out = [torch.full_like(w, torch.nan) for w in lists.weights]
+    OPS.momentum_ascent_(out, lists.weights, lists.exp_avgs, SCALES, groups_of(n), indices_of(n), adaptive, SEED, NOISE)
+    assert_same_bits(out, expected_ascent(lists.weights, lists.exp_avgs, adaptive))
+
+
+@pytest.mark.parametrize("runner", PASSES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
+def test_scale_zero_shows_x_even_with_infinite_momentum(dtype, runner):
+    lists = build(BY_NAME["chunks"], dtype)
+    for m in lists.exp_avgs:
+        m.view(-1)[::2] = torch.inf
+    passes, apart = bound(runner, lists)
+    passes.momentum_ascent(torch.zeros(N_GROUPS), adaptive=False, seed=SEED, draw=NOISE)
+    assert_same_bits(lists.weights, apart)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("mode", ["ordinary", "signed"])
+@pytest.mark.parametrize("runner", PASSES)
+def test_a_skipped_update_changes_nothing_and_still_adds_squares(runner, mode, adaptive):
+    lists = build(BY_NAME["chunks"], torch.float32)
+    passes, apart = bound(runner, lists)
+    before = clones([*apart, *lists.exp_avgs, *lists.hessians])
+    scalars = [row._replace(skip=1.0) for row in scalars_for(0.5, mode)]
+    products = [Product(p, signed=True) for p in lists.products] if mode == "signed" else None
+    found = passes.step(scalars, cohorts_of(len(apart)), products, SEED, DRAW, adaptive=adaptive)
+    assert_same_bits([*apart, *lists.exp_avgs, *lists.hessians], before)
+    total = sum(reference.square_sum(m, x if adaptive else None) for m, x in zip(lists.exp_avgs, apart, strict=True))
+    torch.testing.assert_close(found.square_sums.sum(), total, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
+def test_apart_does_not_depend_on_thread_count(dtype, restore_threads):
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        lists = build(BY_NAME["sizes"], dtype)
+        passes, apart = bound("native", lists)
+        found = passes.step(scalars_for(0.5, "ordinary"), cohorts_of(len(apart)), None, SEED, DRAW)
+        passes.momentum_ascent(SCALES, adaptive=True, seed=SEED, draw=NOISE)
+        results.append([*apart, *lists.weights, *lists.exp_avgs, found.square_sums])
+    assert_same_bits(results[1], results[0])
