@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scalars import Request, StepScalars, least_curvature
+from .scalars import Request, StepScalars, curvature_factor, least_curvature
 
 __all__ = ["DeviceScalars", "constant", "device_scalars", "vector"]
 
 STEP_BITS = 31  # of a step count
-_COLUMNS = ("lr", "beta1", "beta2", "weight_decay", "eps", "sign", "clip", "floor")
+_COLUMNS = ("lr", "beta1", "beta2", "weight_decay", "eps", "sign", "clip", "floor", "gamma")
 
 
 class DeviceScalars(Sequence[StepScalars]):
@@ -90,10 +90,11 @@ def device_scalars(
         beta1, beta2 = group["betas"]
         clip = group.get("clip_update")
         sign, bound = -1.0 if group["maximize"] else 1.0, math.inf if clip is None else clip
-        values += [group["lr"], beta1, beta2, group["weight_decay"], group["eps"], sign, bound, least_curvature(group)]
+        values += [group["lr"], beta1, beta2, group["weight_decay"], group["eps"], sign, bound]
+        values += [least_curvature(group), curvature_factor(group)]
     hyper = vector(values, device).view(len(param_groups), len(_COLUMNS))
     columns = hyper[constant(tuple(groups), device, torch.int64)].unbind(1)
-    lr, beta1, beta2, weight_decay, eps, signs, bounds, floors = columns
+    lr, beta1, beta2, weight_decay, eps, signs, bounds, floors, gamma = columns
     kept = torch.stack([b.to(device) for b in bias2])
     one = torch.ones_like(lr)
     bias1, refreshed_bias2 = one, one
@@ -112,11 +113,11 @@ def device_scalars(
         bias2=torch.where(fresh, refreshed_bias2, kept),
         bias2_kept=kept,
         eps=eps,
-        step_size=lr / bias1,
+        step_size=lr / (bias1 * gamma),
         power=constant(tuple(powers), device),  # type: ignore[arg-type]
         product_scale=common[0] * one,
         grad_scale=common[1] * one,
-        clip=bounds * bias1,
+        clip=bounds * (bias1 * gamma),
         skip=common[2] * one,
         floor=floors,
     )

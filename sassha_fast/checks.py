@@ -39,8 +39,11 @@ def check_group(group: Mapping[str, Any]) -> None:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"SASSHA: {name} is a tensor of shape {tuple(value.shape)}, expected one element")
         check_number(name, value)
-    if group.get("clip_update") is not None:
-        check_number("clip_update", group["clip_update"])
+    for name in ("clip_update", "hessian_floor", "alpha"):
+        if group.get(name) is not None:
+            check_number(name, group[name])
+    if "clip_threshold" in group and not 0.0 < group["clip_threshold"] < math.inf:
+        raise ValueError(f"SASSHA: clip_threshold is {group['clip_threshold']}, expected a finite number above 0")
     betas = group["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ValueError(f"SASSHA: betas is {betas!r}, expected two numbers")

@@ -17,7 +17,7 @@ from .passes import Product
 from .refresh import Curvature
 
 if TYPE_CHECKING:
-    from .optimizer import SASSHA
+    from .base import SecondOrder
 
 __all__ = ["Accumulated", "Closure", "closure_step"]
 
@@ -30,10 +30,12 @@ class Accumulated:
     Each runs forward and backward passes of its own part of the loss and leaves zeroing gradients to the optimizer.
     """
 
-    def __init__(self, opt: SASSHA, closures: Sequence[Closure]) -> None:
+    def __init__(self, opt: SecondOrder, closures: Sequence[Closure]) -> None:
         """Binds the closures to their optimizer."""
         if not closures or not all(map(callable, closures)):
-            raise TypeError(f"SASSHA.step: closure is {closures!r}, expected a function or a sequence of functions")
+            raise TypeError(
+                f"{opt._name}.step: closure is {closures!r}, expected a function or a sequence of functions"
+            )
         self.opt, self.closures = opt, closures
 
     def __call__(self) -> Tensor | float:
@@ -69,7 +71,7 @@ def _detached(loss: Tensor | float) -> Tensor | float:
 
 
 def closure_step(
-    opt: SASSHA,
+    opt: SecondOrder,
     closure: Closure | Sequence[Closure],
     hessian_closure: Closure | Sequence[Closure] | None,
     scaler: GradScaler | None = None,
@@ -81,7 +83,7 @@ def closure_step(
     opt._is_reduced = False
     Join.notify_join_context(opt)
     schedule = [(group["rho"], group["rho_step"]) for group in opt.param_groups]
-    rho = opt._next_rho()
+    rho = opt._next_radii()
     random = RandomState(p.device for p in opt._parameters())
     statistics = RunningStatistics.of(opt._model) if opt._model is not None else None
     try:
@@ -100,19 +102,19 @@ def closure_step(
         raise
 
 
-def _as_closure(opt: SASSHA, closure: Closure | Sequence[Closure]) -> Closure:
+def _as_closure(opt: SecondOrder, closure: Closure | Sequence[Closure]) -> Closure:
     return closure if callable(closure) else Accumulated(opt, closure)
 
 
 def _all_passes(
-    opt: SASSHA,
+    opt: SecondOrder,
     rho: Sequence[float | Tensor],
     closure: Closure,
     hessian_closure: Closure | None,
     random: RandomState,
     scaler: GradScaler | None,
 ) -> Tensor | float:
-    ascends = any(isinstance(group["rho"], Tensor) for group in opt.param_groups) or any(r != 0.0 for r in rho)
+    ascends = opt._needs_ascent(rho)
     graph = hessian_closure is None  # the descent pass is the one to differentiate again
     loss = _run(opt, closure, differentiated=graph and not ascends)
     if ascends or (opt.hvp != "exact" and opt.hessian_due):  # a probe needs the way back of an ascent, if of length 0
@@ -130,7 +132,7 @@ def _all_passes(
     return loss
 
 
-def _run(opt: SASSHA, closure: Closure, *, differentiated: bool) -> Tensor | float:
+def _run(opt: SecondOrder, closure: Closure, *, differentiated: bool) -> Tensor | float:
     """One call of a closure, with a graph if the step refreshes and this is the pass to differentiate again."""
     graph = differentiated and opt.hvp == "exact" and opt.hessian_due
     opt._wants_graph = graph
@@ -147,7 +149,7 @@ def _run(opt: SASSHA, closure: Closure, *, differentiated: bool) -> Tensor | flo
     return _detached(loss)
 
 
-def _replayed(opt: SASSHA, closure: Closure, random: RandomState, *, differentiated: bool) -> Tensor | float:
+def _replayed(opt: SecondOrder, closure: Closure, random: RandomState, *, differentiated: bool) -> Tensor | float:
     """A further call of a closure: the random numbers of the first, and BatchNorm statistics left alone."""
     with ExitStack() as stack:
         if opt._model is not None:
@@ -157,7 +159,7 @@ def _replayed(opt: SASSHA, closure: Closure, random: RandomState, *, differentia
 
 
 def _probed(
-    opt: SASSHA, closure: Closure, hessian_closure: Closure | None, random: RandomState, *, fused: bool
+    opt: SecondOrder, closure: Closure, hessian_closure: Closure | None, random: RandomState, *, fused: bool
 ) -> Curvature:
     """Products by finite differences, which leave the gradients as they were."""
     if hessian_closure is None:
@@ -169,14 +171,14 @@ def _probed(
     return curvature
 
 
-def _take_probes(opt: SASSHA, closure: Closure, random: RandomState, *, fused: bool) -> Curvature:
+def _take_probes(opt: SecondOrder, closure: Closure, random: RandomState, *, fused: bool) -> Curvature:
     for _ in range(opt.probes_due):
         opt.probe_weights()
         _replayed(opt, closure, random, differentiated=False)
-    return opt._probed_curvature(fused=fused)
+    return opt._probed_curvature(fused=fused and opt._fuses_differences)
 
 
-def _differentiated(opt: SASSHA, hessian_closure: Closure, random: RandomState) -> Curvature:
+def _differentiated(opt: SecondOrder, hessian_closure: Closure, random: RandomState) -> Curvature:
     """Exact products from the batch of another closure, which leave the gradients as they were."""
     kept = opt._take_grads()
     try:
@@ -189,7 +191,7 @@ def _differentiated(opt: SASSHA, hessian_closure: Closure, random: RandomState) 
         opt._set_grads(kept)
 
 
-def _finish(opt: SASSHA, curvature: Curvature | None, scaler: GradScaler | None) -> None:
+def _finish(opt: SecondOrder, curvature: Curvature | None, scaler: GradScaler | None) -> None:
     """The update, from x + ε or from x."""
     if opt.hvp_point == "upstream":  # the authors' point asks for x before the product, which the graph must not notice
         opt._undo_ascent(tell_autograd=False)
@@ -198,8 +200,8 @@ def _finish(opt: SASSHA, curvature: Curvature | None, scaler: GradScaler | None)
     if curvature is None:
         curvature = opt._curvature or opt._curvature_at(plan, grads, "step")
     opt._detach_grads(grads)
-    if opt._parallel:
-        curvature = opt._reduced(curvature)
+    curvature = opt._with_descent(curvature)
+    if opt._parallel or opt.variant.gap:
         plan, grads = opt._gather()
     if plan is None:
         opt._undo_ascent()
@@ -211,7 +213,7 @@ def _finish(opt: SASSHA, curvature: Curvature | None, scaler: GradScaler | None)
         if curvature.products is not None:
             curvature = curvature.unscaled(scaler.get_scale())
         opt.stats.divide_by(scaler)
-    fused = opt._ascent is plan
+    fused = opt._ascent is plan and not opt.variant.apart
     if not fused:  # other parameters had gradients in the first pass, or there was no ascent
         opt._undo_ascent()
     opt._update(plan, curvature, restore=fused, check_finite=scaler is not None)

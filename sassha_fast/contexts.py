@@ -129,18 +129,23 @@ class ModelContexts(Optimizer):
     _random: RandomState | None  # of the step's first pass, for replay_rng
     _model: nn.Module | None
 
+    @property
+    def _name(self) -> str:
+        """What errors call the optimizer."""
+        return type(self).__name__
+
     def attach(self, model: nn.Module) -> None:
         """Names the model that closures run: its BatchNorm statistics then move once per step.
 
         Not part of checkpoints and copies; call it again on a new optimizer.
         """
         if not isinstance(model, nn.Module):
-            raise TypeError(f"SASSHA.attach: model is {type(model).__name__}, expected a torch.nn.Module")
+            raise TypeError(f"{self._name}.attach: model is {type(model).__name__}, expected a torch.nn.Module")
         self._model = model
         kinked = sorted({type(module).__name__ for module in model.modules() if isinstance(module, KINKED)})
         if kinked and self.hvp != "exact":
             warnings.warn(
-                f"SASSHA.attach: finite differences see curvature at the kinks of {', '.join(kinked)} that exact "
+                f"{self._name}.attach: finite differences see curvature at the kinks of {', '.join(kinked)} that exact "
                 "products ignore; D comes out 1.2 to 2 times larger. Tune lr for it, or use hvp='exact'",
                 stacklevel=2,
             )
@@ -149,7 +154,7 @@ class ModelContexts(Optimizer):
         """For the second pass of hand-written loops: BatchNorm uses the batch and keeps its running statistics."""
         target = self._model if model is None else model
         if target is None:
-            raise ValueError("SASSHA.frozen_batchnorm: no model is known; pass it, or call attach(model) before")
+            raise ValueError(f"{self._name}.frozen_batchnorm: no model is known; pass it, or call attach(model) before")
         return frozen_batchnorm(target)
 
     def refresh_context(self) -> AbstractContextManager[None]:

@@ -114,9 +114,9 @@ class Reducing(ModelContexts):
             return self._model.no_sync()
         if self.reduce_grads is None:
             raise RuntimeError(
-                f"SASSHA.step: this process is one of {dist.get_world_size()}, and it is not known whether the closure "
-                "reduces gradients; call opt.attach(ddp_model), or construct SASSHA with reduce_grads=True (its passes "
-                "are local) or False (they are reduced, or processes train on their own)"
+                f"{self._name}.step: this process is one of {dist.get_world_size()}, and it is not known whether the "
+                f"closure reduces gradients; call opt.attach(ddp_model), or construct {self._name} with "
+                "reduce_grads=True (its passes are local) or False (they are reduced, or processes train on their own)"
             )
         return nullcontext()
 
@@ -140,8 +140,9 @@ class Reducing(ModelContexts):
             return True
         if self.grad_reduce == "sum":
             raise RuntimeError(
-                "SASSHA: gradients are equal in all processes: DDP has reduced them, or all see the same batch, and "
-                "with grad_reduce='sum' that makes a difference. Construct SASSHA with reduce_grads=True or False"
+                f"{self._name}: gradients are equal in all processes: DDP has reduced them, or all see the same batch, "
+                "and with grad_reduce='sum' that makes a difference. "
+                f"Construct {self._name} with reduce_grads=True or False"
             )
         return False  # and if all saw the same batch, the mean would not change it
 
@@ -181,8 +182,8 @@ class Reducing(ModelContexts):
         """See ``torch.distributed.algorithms.Join``: a process out of data takes the steps of the others."""
         if self.reduce_grads is None and not isinstance(self._model, DistributedDataParallel):
             raise RuntimeError(
-                "SASSHA.join_hook: it is not known who reduces gradients; call opt.attach(ddp_model) or construct "
-                "SASSHA with reduce_grads=True"
+                f"{self._name}.join_hook: it is not known who reduces gradients; call opt.attach(ddp_model) or "
+                f"construct {self._name} with reduce_grads=True"
             )
         return _Shadow(self._shadow_step)
 

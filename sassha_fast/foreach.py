@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .passes import Passes, Product, Stepped, _tally
+from .passes import Passes, Product, Stepped, tally
 from .scalars import StepScalars
 from .variant import Sample
 
@@ -63,7 +63,7 @@ class ForeachPasses(Passes):
         if products is not None:
             curvatures = [self._signed(p, i, seed, draw) for i, p in enumerate(products)]
             rows = zip(curvatures, cohorts, self.members.weights, strict=True)
-            tallies = torch.stack([_tally(h, scalars[cohort], weight) for h, cohort, weight in rows])
+            tallies = torch.stack([tally(h, scalars[cohort], weight) for h, cohort, weight in rows])
         noise = [self._noise(i, seed, noise_draw, reference.UPDATE_NOISE) for i in range(len(cohorts))]
         columns = (self.updated, self.grads, self.exp_avgs, self.hessians, curvatures, noise)
         for cohort, dtype, batch in self._batches(cohorts, *columns):

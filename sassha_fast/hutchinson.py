@@ -16,7 +16,7 @@ from .sharding import local
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["FiniteDifferences", "exact_products", "probe_length", "probe_scale"]
+__all__ = ["FiniteDifferences", "exact_products", "filter_means", "probe_length", "probe_scale"]
 
 
 # In torch's messages: operations without a formula, flash attention among them; compiled code; cuDNN's RNNs.
@@ -123,6 +123,11 @@ def _place(
         else:
             placed[i] = Product(product * signs[i], signed=True)
     return placed
+
+
+def filter_means(h: Tensor) -> Tensor:
+    """The mean of |h| over each filter of a convolution's weights, in place of each of its elements (AdaHessian)."""
+    return torch.empty_like(h).copy_(h.abs().mean(dim=(2, 3), keepdim=True).expand_as(h))
 
 
 def probe_scale(elements: int) -> float:

@@ -18,7 +18,7 @@ from .scalars import StepScalars
 from .sharding import Shard
 from .variant import Sample
 
-__all__ = ["Members", "Passes", "Product", "Stepped", "check_grads"]
+__all__ = ["Members", "Passes", "Product", "Stepped", "check_grads", "tally"]
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Passes:
 
     def weight_square_sum(self) -> float:
         """Σ x² over all members, in double."""
-        return sum(reference.square_sum(weight).item() for weight in self.members.weights)
+        return sum(reference.square_sum(weight).item() for weight in self.updated)
 
     def signs_in_registers(self, position: int) -> bool:
         """Whether :meth:`step` can apply z itself to this member's product."""
@@ -265,7 +265,7 @@ class Passes:
             self.exp_avgs[i].copy_(m)
             self.hessians[i].copy_(d)
             if products is not None:
-                tallies.append(_tally(h, row, weight))
+                tallies.append(tally(h, row, weight))
         self.grads = []
         return Stepped(torch.stack(tallies) if products is not None else None, self._momentum_sums(adaptive))
 
@@ -299,7 +299,8 @@ class Passes:
         return hz * reference.rademacher(hz, self.members.indices[i], seed, draw)
 
 
-def _tally(h: Tensor | None, scalars: StepScalars, weight: Tensor) -> Tensor:
+def tally(h: Tensor | None, scalars: StepScalars, weight: Tensor) -> Tensor:
+    """One row of :attr:`Stepped.tallies`, of one member."""
     if h is None:
         return torch.zeros(3, dtype=torch.float64, device=weight.device)
     dtype = reference.compute_dtype(weight.dtype)

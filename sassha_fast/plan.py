@@ -20,10 +20,11 @@ from . import backends
 from .accessors import address
 from .capturable import DeviceScalars
 from .hutchinson import exact_products
-from .passes import Members, Passes, Product
+from .passes import Members, Passes, Product, Stepped
 from .scalars import StepScalars
 from .sharding import group_of, is_sharded, local, shard_of
-from .state import EXP_AVG, HESSIAN
+from .state import EXP_AVG, HESSIAN, WEIGHT
+from .variant import Variant
 
 __all__ = ["Plan"]
 
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 
 class Plan:
-    """Passes over a fixed list of parameters, one set for each device they are on."""
+    """Passes over a fixed list of parameters, one set for each device they are on and kind of ascent they take."""
 
     def __init__(
         self,
@@ -41,11 +42,14 @@ class Plan:
         n_groups: int,
         names: list[str],
         backend: str,
+        variant: Variant,
     ) -> None:
         """Binds the backend of each device to its parameters."""
         self.params = params
         self.names = names
         self.groups = groups
+        self.n_groups = n_groups
+        self.variant = variant
         self.ranks = list(range(len(params)))
         # Parameters come group by group: the slice that each group takes of every list.
         starts = [bisect_left(groups, g) for g in range(n_groups + 1)]
@@ -56,18 +60,21 @@ class Plan:
         shards = list(map(shard_of, params)) if self.sharded else ()
         weights = [local(p.data) for p in params]
         members = Members(weights, indices, groups, n_groups, names, shards)
-        # One part for each device, and among shards for each number of processes that hold the same elements.
-        kinds: dict[tuple[torch.device, int], list[int]] = {}
+        # One part for each device, among shards for each number of processes that hold the same elements, and for
+        # parameters that ASAM's scaling covers and that it does not.
+        kinds: dict[tuple[torch.device, int, bool], list[int]] = {}
         everyone = dist.get_world_size(self.process_group) if self.sharded else 1
         for i, weight in enumerate(weights):
             shard = members.shard(i)
-            kinds.setdefault((weight.device, everyone if shard is None else shard.replicas), []).append(i)
-        self.replicas = [replicas for _, replicas in kinds]
+            replicas = everyone if shard is None else shard.replicas
+            kinds.setdefault((weight.device, replicas, variant.scales_by_weight(weight.dim())), []).append(i)
+        self.replicas = [replicas for _, replicas, _ in kinds]
+        self.adaptive = [adaptive for _, _, adaptive in kinds]
         self.parts: list[tuple[Passes, list[int]]] = [
             (backends.choose(backend, device)(members.take(positions) if len(kinds) > 1 else members), positions)
-            for (device, _), positions in kinds.items()
+            for (device, _, _), positions in kinds.items()
         ]
-        self.draws = [torch.zeros(1, dtype=torch.int64, device=device) for device, _ in kinds]
+        self.draws = [torch.zeros(1, dtype=torch.int64, device=device) for device, _, _ in kinds]
         self.places = {i: (passes, j) for passes, positions in self.parts for j, i in enumerate(positions)}
         self.has_curvature = False  # every parameter has some; once true, it stays true
         self.states: list[dict[str, Any]] = []
@@ -101,8 +108,9 @@ class Plan:
             passes.bind_grads(self._split_tensors(grads, positions), overwrite=overwrite)
 
     def bind_state(self, states: list[dict[str, Any]]) -> None:
-        """Hands m and D to the passes, unless they have them already."""
-        tensors = [list(map(itemgetter(key), states)) for key in (EXP_AVG, HESSIAN)]
+        """Hands m and D, and x where it lives apart, to the passes, unless they have them already."""
+        keys = (EXP_AVG, HESSIAN, WEIGHT) if self.variant.apart else (EXP_AVG, HESSIAN)
+        tensors = [list(map(itemgetter(key), states)) for key in keys]
         addresses = [self._addresses(column) for column in tensors]
         if len(self.states) == len(states) and all(map(is_, states, self.states)) and addresses == self.state_addresses:
             return
@@ -110,20 +118,46 @@ class Plan:
             passes.bind_state(*(self._split_tensors(column, positions) for column in tensors))
         self.states, self.state_addresses = states, addresses
 
-    def square_sums(self, *, adaptive: bool) -> Tensor:
-        """Squared gradient norm per group, on the first parameter's device."""
-        sums = [passes.square_sums(adaptive=adaptive) for passes, _ in self.parts]
+    def square_sums(self, *, of_ascent: bool) -> Tensor:
+        """Squared gradient norm per group, on the first parameter's device, weighed as ``of_ascent`` asks for."""
+        flags = self.adaptive if of_ascent else [False] * len(self.parts)
+        sums = [passes.square_sums(adaptive=adaptive) for (passes, _), adaptive in zip(self.parts, flags, strict=True)]
+        return self._total(sums)
+
+    def _total(self, sums: Sequence[Tensor]) -> Tensor:
+        """The sum over parts and over shards, on the first parameter's device."""
         total = sums[0] / self.replicas[0] if self.sharded else sums[0]
         for other, replicas in zip(sums[1:], self.replicas[1:], strict=True):
             total = total + other.to(total.device) / replicas
         return self._over_shards(total)
 
-    def perturb(self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int) -> None:
+    def perturb(self, scales: Tensor, *, take_grads: bool | Sequence[bool], seed: int) -> None:
         """Moves every parameter to x + ε."""
-        for (passes, positions), draw in zip(self.parts, self.draws, strict=True):
-            here = scales.to(passes.members.weights[0].device)
+        for (passes, positions), adaptive, draw in zip(self.parts, self.adaptive, self.draws, strict=True):
+            here = scales.to(draw.device)
             taken = take_grads if isinstance(take_grads, bool) else self._split(take_grads, positions)
             passes.perturb(here, adaptive=adaptive, take_grads=taken, seed=seed, draw=draw)
+
+    def momentum_ascent(self, scales: Tensor, seed: int) -> None:
+        """Writes x + ε into every parameter, from x that lives apart and from the momentum."""
+        for (passes, _), adaptive, draw in zip(self.parts, self.adaptive, self.draws, strict=True):
+            passes.momentum_ascent(scales.to(draw.device), adaptive=adaptive, seed=seed, draw=draw)
+
+    def settle(self) -> None:
+        """Writes x, which lives apart, into every parameter."""
+        for passes, _ in self.parts:
+            passes.settle()
+
+    def gap_sums(self, firsts: list[Tensor]) -> Tensor:
+        """‖g‖², g·g̃ and ‖g̃‖² of the gradients of the first pass and the bound ones."""
+        for passes, positions in self.parts:
+            passes.bind_firsts(self._split_tensors(firsts, positions))
+        return self._total([passes.gap_sums() for passes, _ in self.parts])
+
+    def decompose(self, scales: Tensor) -> None:
+        """Makes GSAM's descent of the bound gradients, in place."""
+        for (passes, _), draw in zip(self.parts, self.draws, strict=True):
+            passes.decompose(scales.to(draw.device))
 
     def count_draw(self, draw: int | Tensor) -> None:
         """Sets the number of the draw of rounding noise, in memory of every device."""
@@ -188,19 +222,30 @@ class Plan:
         *,
         restore: bool = False,
         stochastic: bool = False,
-    ) -> Tensor | None:
-        """Updates every parameter. On a refresh, returns what each one's products looked like (see ``Passes.step``)."""
-        tallies = []
-        for (passes, positions), number in zip(self.parts, self.draws, strict=True):
+    ) -> Stepped:
+        """Updates every parameter. Returns what it found on its way."""
+        found = []
+        for (passes, positions), adaptive, number in zip(self.parts, self.adaptive, self.draws, strict=True):
             if isinstance(scalars, DeviceScalars) and len(self.parts) > 1:
                 scalars = DeviceScalars(scalars.table.to(number.device), scalars.powers)
             mine = None if products is None else self._split(products, positions)
-            theirs, noise = self._split(cohorts, positions), number if stochastic else None
-            tallies.append(passes.step(scalars, theirs, mine, seed, draw, restore=restore, noise_draw=noise))
-        if products is None:
-            return None
-        if len(tallies) == 1 and not self.sharded:
-            return tallies[0]
+            theirs = self._split(cohorts, positions)
+            stepped = passes.step(
+                *(scalars, theirs, mine, seed, draw),
+                restore=restore,
+                noise_draw=number if stochastic else None,
+                sample=self.variant.sample,
+                adaptive=adaptive,
+            )
+            found.append(stepped)
+        if len(found) == 1 and not self.sharded:
+            return found[0]
+        squares = [stepped.square_sums for stepped in found if stepped.square_sums is not None]
+        tallies = self._tallies([stepped.tallies for stepped in found]) if products is not None else None
+        return Stepped(tallies, self._total(squares) if squares else None)
+
+    def _tallies(self, tallies: Sequence[Tensor | None]) -> Tensor:
+        """Those of all parts and shards, in the order of the parameters."""
         combined = torch.empty(len(self.params), 3, dtype=torch.float64, device=self.draws[0].device)
         for (_, positions), tally, replicas in zip(self.parts, tallies, self.replicas, strict=True):
             assert tally is not None

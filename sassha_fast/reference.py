@@ -259,7 +259,9 @@ def scalar_tensors(scalars: StepScalars, dtype: torch.dtype, device: torch.devic
 
 def sampled(h: Tensor, sample: Sample) -> Tensor:
     """What the average D takes of h = z⊙Hz. Adding 0 makes +0 of −0, which would say that no curvature is known."""
-    return {Sample.ABS: h.abs, Sample.SIGNED: lambda: h + 0.0, Sample.SQUARE: lambda: h * h}[sample]()
+    if sample is Sample.SIGNED:
+        return h + 0.0
+    return h.abs() if sample is Sample.ABS else h * h
 
 
 def is_unknown(hessian: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from .plan import Plan
 from .sharding import local
 from .state import BIAS2, HESSIAN_STEP, UPSTREAM_CLOCK, adopt_clock
 from .stats import Stats
+from .variant import Variant
 
-__all__ = ["Curvature", "Refreshing"]
+__all__ = ["Curvature", "Refreshing", "owned"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Curvature:
         return replace(self, scale=self.scale / loss_scale, loss_scale=None)
 
 
-def _own(gradient: Tensor) -> Tensor:
+def owned(gradient: Tensor) -> Tensor:
     """A gradient that the next backward pass can't overwrite: views of DDP's buckets are copied."""
     here = local(gradient)
     alone = here.untyped_storage().nbytes() == here.numel() * here.element_size()
@@ -53,6 +54,7 @@ def _own(gradient: Tensor) -> Tensor:
 class Refreshing(Reducing):
     """An optimizer with plans, a refresh clock and products. :class:`sassha_fast.SASSHA` adds the steps."""
 
+    variant: Variant
     lazy_hessian: int
     n_samples: int
     seed: int
@@ -68,6 +70,10 @@ class Refreshing(Reducing):
     _is_reduced: bool  # whether the gradients of the coming update come from all processes
     _versions: list[int]  # of the perturbed weights when they were moved last
     _weight_norm: float  # ‖x‖ of the ascent's parameters, on refreshes by finite differences
+
+    # What errors tell to call: what takes the products of a hand-written loop, and what probes need.
+    _collector = "unperturb"
+    _probe_recipe = "perturb_weights() (rho may be 0), probe_weights() and unperturb() before step()"
 
     # ---- parameters and gradients -------------------------------------------------------------------------------
 
@@ -90,12 +96,16 @@ class Refreshing(Reducing):
             if not any(key):
                 return None, []
             grads = list(compress(grads, key))
+        return self._plan(key), grads  # type: ignore[return-value]
+
+    def _plan(self, key: tuple[bool, ...] | None) -> Plan:
+        """The plan for the parameters that ``key`` marks; None marks all."""
         plan = self._plans.get(key)
         if plan is None or not plan.is_current():
             if len(self._plans) >= 8:  # a model whose set of gradients keeps changing
                 self._plans.clear()
             plan = self._plans[key] = self._new_plan(key)
-        return plan, grads  # type: ignore[return-value]
+        return plan
 
     def _new_plan(self, key: tuple[bool, ...] | None) -> Plan:
         params, groups, names = self._flat, list[int](), list[str]()
@@ -107,7 +117,7 @@ class Refreshing(Reducing):
         indices = list(range(len(params)))
         if key is not None:
             params, indices, groups, names = (list(compress(c, key)) for c in (params, indices, groups, names))  # type: ignore[assignment]
-        return Plan(params, indices, groups, len(self.param_groups), names, self.backend)
+        return Plan(params, indices, groups, len(self.param_groups), names, self.backend, self.variant)
 
     # ---- refresh ------------------------------------------------------------------------------------------------
 
@@ -161,8 +171,8 @@ class Refreshing(Reducing):
         if self.hvp != "exact":  # probes need the ascent's backup to come back from
             if scheduled:
                 raise RuntimeError(
-                    f"SASSHA.{caller}: this step refreshes the curvature by finite differences, which need "
-                    "perturb_weights() (rho may be 0), probe_weights() and unperturb() before step()"
+                    f"{self._name}.{caller}: this step refreshes the curvature by finite differences, which need "
+                    f"{self._probe_recipe}"
                 )
             return Curvature(None)
         due = [True] * len(grads) if scheduled else self._without_curvature(plan)
@@ -183,13 +193,13 @@ class Refreshing(Reducing):
             return Curvature({id(p): product for p, product in pairs if product is not None}, scale)
         if scheduled and plan.sharded:
             raise RuntimeError(
-                f"SASSHA.{caller}: gradients of sharded parameters (FSDP2) have no graph, which exact products need; "
-                "construct SASSHA with hvp='finite_difference'"
+                f"{self._name}.{caller}: gradients of sharded parameters (FSDP2) have no graph, which exact products "
+                f"need; construct {self._name} with hvp='finite_difference'"
             )
         if scheduled:
             raise RuntimeError(
-                f"SASSHA.{caller}: this step refreshes the curvature, but no gradient has a graph to differentiate. "
-                "Run the last backward pass as loss.backward(create_graph=opt.hessian_due)"
+                f"{self._name}.{caller}: this step refreshes the curvature, but no gradient has a graph to "
+                "differentiate. Run the last backward pass as loss.backward(create_graph=opt.hessian_due)"
             )
         self.stats.skipped_refreshes += 1  # a latecomer waits for the next scheduled refresh
         return Curvature(None)
@@ -211,8 +221,8 @@ class Refreshing(Reducing):
         """
         if self._ascent is None or not self.probes_due:
             raise RuntimeError(
-                f"SASSHA.probe_weights: no probe is due (hvp={self.hvp!r}, hessian_due={self.hessian_due}, weights "
-                f"perturbed: {self._ascent is not None}); call it probes_due times after perturb_weights()"
+                f"{self._name}.probe_weights: no probe is due (hvp={self.hvp!r}, hessian_due={self.hessian_due}, "
+                f"weights perturbed: {self._ascent is not None}); call it probes_due times after perturb_weights()"
             )
         probe = self._probe
         if probe is None:
@@ -227,7 +237,9 @@ class Refreshing(Reducing):
                 draw=self._clock() * self.n_samples,
             )
         elif probe.done == len(probe.offsets):
-            raise RuntimeError(f"SASSHA.probe_weights: all {probe.done} probes were taken; call unperturb()")
+            raise RuntimeError(
+                f"{self._name}.probe_weights: all {probe.done} probes were taken; call {self._collector}()"
+            )
         else:
             probe.collect(self._take_grads())
         probe.advance()
@@ -238,7 +250,7 @@ class Refreshing(Reducing):
         plan, grads = self._gather()
         if plan is None:
             return {}
-        taken = {id(p): _own(g) for p, g in zip(plan.params, grads, strict=True)}
+        taken = {id(p): owned(g) for p, g in zip(plan.params, grads, strict=True)}
         any(map(set_grad, self._flat, repeat(None)))
         return taken
 
@@ -266,8 +278,8 @@ class Refreshing(Reducing):
         ]
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise RuntimeError(
-            f"SASSHA.{caller}: {changed[0]}{more} changed in place while holding x + ε, and going back loses that; "
-            "move the line that changes weights to after step(). The weights are x again"
+            f"{self._name}.{caller}: {changed[0]}{more} changed in place while holding x + ε, and going back loses "
+            "that; move the line that changes weights to after step(). The weights are x again"
         )
 
     def _undo_ascent(self, *, tell_autograd: bool = True) -> None:
@@ -293,9 +305,9 @@ class Refreshing(Reducing):
                 self.stats.skipped_refreshes += 1
                 return Curvature(None)
             raise RuntimeError(
-                f"SASSHA.unperturb: this step refreshes the curvature by finite differences, but "
-                f"{0 if probe is None else probe.done} of {self.probes_due} probes were taken; run "
-                "`for _ in range(opt.probes_due): opt.probe_weights(); loss().backward()` before unperturb()"
+                f"{self._name}.{self._collector}: this step refreshes the curvature by finite differences, but "
+                f"{0 if probe is None else probe.done} of {self.probes_due} probes were taken; run `for _ in "
+                f"range(opt.probes_due): opt.probe_weights(); loss().backward()` before {self._collector}()"
             )
         last = self._take_grads()
         self._set_grads(probe.second_pass)

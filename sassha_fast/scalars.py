@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["Request", "StepScalars", "cohort_scalars", "integer_power", "least_curvature", "step_scalars"]
+__all__ = [
+    "Request",
+    "StepScalars",
+    "cohort_scalars",
+    "curvature_factor",
+    "integer_power",
+    "least_curvature",
+    "step_scalars",
+]
 
 
 Scalar: TypeAlias = Any  # a float, or with ``capturable`` a 0-d tensor
@@ -71,7 +79,12 @@ def integer_power(base: float, exponent: int) -> float:
 def least_curvature(group: Mapping[str, Any]) -> float:
     """The least value of D/(1 − β2^t) in a denominator: none where ``hessian_floor`` is None."""
     floor = group.get("hessian_floor", 0.0)
-    return -math.inf if floor is None else float(floor)
+    return -math.inf if floor is None else float(floor) / curvature_factor(group)
+
+
+def curvature_factor(group: Mapping[str, Any]) -> float:
+    """γ of Sophia, whose update is clip(m / max(γD, ε), 1): here (1/γ) clip(m / max(D, ε/γ), γ), which is the same."""
+    return float(group.get("clip_threshold", 1.0))
 
 
 def step_scalars(group: Mapping[str, Any], step: int, bias2: float, *, refresh: bool, request: Request) -> StepScalars:
@@ -84,7 +97,7 @@ def step_scalars(group: Mapping[str, Any], step: int, bias2: float, *, refresh: 
         refresh: Whether this step refreshes their curvature.
         request: What is common to all parameters.
     """
-    lr = float(group["lr"])
+    lr, gamma = float(group["lr"]), curvature_factor(group)
     beta1, beta2 = group["betas"]
     clip = group.get("clip_update")
     bias1, refreshed_bias2 = 1.0, 1.0
@@ -99,11 +112,11 @@ def step_scalars(group: Mapping[str, Any], step: int, bias2: float, *, refresh: 
         bias2=refreshed_bias2 if refresh else bias2,
         bias2_kept=bias2,
         eps=float(group["eps"]),
-        step_size=lr / bias1,
+        step_size=lr / (bias1 * gamma),
         power=float(group["hessian_power"]),
         product_scale=request.product_scale,
         grad_scale=request.grad_scale,
-        clip=math.inf if clip is None else clip * bias1,
+        clip=math.inf if clip is None else clip * (bias1 * gamma),
         skip=request.skip,
         floor=least_curvature(group),
     )

@@ -13,16 +13,20 @@ from .reference import compute_dtype
 from .scalars import integer_power
 
 __all__ = [
+    "ASCENT_DRAW",
+    "ASCENT_SCALE",
     "BIAS2",
     "EXP_AVG",
     "HESSIAN",
     "HESSIAN_STEP",
     "STEP",
     "UPSTREAM_CLOCK",
+    "WEIGHT",
     "adopt_clock",
     "check_checkpoint",
     "check_entry",
     "from_upstream",
+    "from_upstream_momentum",
     "new_state",
     "placed",
 ]
@@ -34,12 +38,21 @@ HESSIAN = "exp_hessian_diag"  # D
 BIAS2 = "bias_correction2"  # 1 − β2^t of its last refresh, 0 before the first
 KEYS = frozenset((STEP, HESSIAN_STEP, EXP_AVG, HESSIAN, BIAS2))
 
+# Where x lives apart from the parameter:
+WEIGHT = "weight"  # x
+ASCENT_SCALE = "ascent_scale"  # the parameter holds x + scale·m (ASAM: x + scale·m⊙x²)
+ASCENT_DRAW = "ascent_draw"  # number of the draw that it was rounded with, if it is of reduced precision
+APART_KEYS = KEYS | {WEIGHT, ASCENT_SCALE, ASCENT_DRAW}
+
 UPSTREAM_CLOCK = "hessian step"  # the authors' name of the clock
 UPSTREAM_ASCENT = "e_w"  # the authors keep ε in the state
+UPSTREAM_MOMENTUM, UPSTREAM_CURVATURE = "grad_momentum", "hess_momentum"  # m and D of their M-SASSHA
 
 
-def new_state(param: Tensor, *, on_device: bool = False) -> dict[str, Any]:
+def new_state(param: Tensor, *, on_device: bool = False, apart: bool = False) -> dict[str, Any]:
     """State of a parameter that has taken no step; with ``on_device`` its numbers are tensors beside it.
+
+    With ``apart`` it has x as well, which the parameter holds as long as nothing has moved it.
 
     D starts at −0. The sign bit says that no curvature is known, so nothing moves; the first finite |Ĥ| clears it, as
     −0 + 0 is +0.
@@ -49,13 +62,17 @@ def new_state(param: Tensor, *, on_device: bool = False) -> dict[str, Any]:
     if on_device:
         count = torch.zeros((), dtype=torch.int64, device=param.device)
         correction = torch.zeros((), dtype=torch.float64, device=param.device)
-    return {
+    state = {
         STEP: count if on_device else 0,
         HESSIAN_STEP: 0,
         EXP_AVG: exp_avg,
         HESSIAN: torch.full_like(exp_avg, -0.0, memory_format=torch.preserve_format),
         BIAS2: correction if on_device else 0.0,
     }
+    if apart:
+        weight = torch.empty_like(param, memory_format=torch.preserve_format, requires_grad=False).copy_(param)
+        state.update({WEIGHT: weight, ASCENT_SCALE: 0.0, ASCENT_DRAW: 0})
+    return state
 
 
 def adopt_clock(entry: MutableMapping[str, Any]) -> None:
@@ -85,15 +102,47 @@ def from_upstream(entry: Mapping[str, Any], group: Mapping[str, Any], lazy_hessi
     return ours
 
 
-def check_entry(entry: Mapping[str, Any], param: Tensor, name: str) -> None:
+def from_upstream_momentum(state_dict: Any, param_groups: Sequence[Mapping[str, Any]], lazy_hessian: int) -> Any:
+    """A checkpoint of the authors' M-SASSHA in our form, with x from the parameters; any other as it is."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        return state_dict
+    if not any(UPSTREAM_MOMENTUM in entry for entry in state_dict["state"].values()):
+        return state_dict
+    state, groups = dict(state_dict["state"]), []
+    for saved, group in zip(state_dict["param_groups"], param_groups, strict=False):
+        factor = float(saved.get("norm_factor", [0.0])[0])
+        ours = {key: value for key, value in saved.items() if key != "norm_factor"}
+        groups.append({**ours, "perturb_eps": group["perturb_eps"], "evaluating": True})
+        for index, p in zip(saved["params"], group["params"], strict=False):
+            entry = state.get(index, {})
+            if UPSTREAM_MOMENTUM not in entry:
+                state.pop(index, None)
+                continue
+            step, clock = int(entry[STEP]), int(entry[HESSIAN_STEP])
+            last_refresh = max(step - (clock - 1) % lazy_hessian, 0)
+            state[index] = {
+                STEP: step,
+                HESSIAN_STEP: clock,
+                EXP_AVG: entry[UPSTREAM_MOMENTUM],
+                HESSIAN: entry[UPSTREAM_CURVATURE],
+                BIAS2: 1.0 - integer_power(saved["betas"][1], last_refresh),  # theirs is a global variable
+                WEIGHT: p.detach(),
+                ASCENT_SCALE: -factor,  # they subtract
+                ASCENT_DRAW: 0,
+            }
+    return {"state": state, "param_groups": groups}
+
+
+def check_entry(entry: Mapping[str, Any], param: Tensor, name: str, *, apart: bool = False) -> None:
     """Raises ValueError unless ``entry`` is a complete state that fits ``param``."""
-    missing, unknown = sorted(KEYS - entry.keys()), sorted(map(str, entry.keys() - KEYS))
+    keys = APART_KEYS if apart else KEYS
+    missing, unknown = sorted(keys - entry.keys()), sorted(map(str, entry.keys() - keys))
     if missing or unknown:
         raise ValueError(
-            f"load_state_dict: state of {name} lacks {missing} and has {unknown}; expected exactly {sorted(KEYS)}. "
+            f"load_state_dict: state of {name} lacks {missing} and has {unknown}; expected exactly {sorted(keys)}. "
             "Load a checkpoint written by this optimizer or by the authors' SASSHA"
         )
-    for key in (EXP_AVG, HESSIAN):
+    for key in (EXP_AVG, HESSIAN, WEIGHT) if apart else (EXP_AVG, HESSIAN):
         value = entry[key]
         if not isinstance(value, Tensor) or value.shape != param.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -104,7 +153,11 @@ def check_entry(entry: Mapping[str, Any], param: Tensor, name: str) -> None:
 
 
 def check_checkpoint(
-    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], lazy_hessian: int
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    lazy_hessian: int,
+    *,
+    apart: bool = False,
 ) -> dict[str, Any]:
     """A copy of a checkpoint in our form.
 
@@ -136,7 +189,7 @@ def check_checkpoint(
             if UPSTREAM_CLOCK in entry:
                 entry = from_upstream(entry, saved, lazy_hessian)
             if entry:
-                check_entry(entry, p, f"parameter {number}")
+                check_entry(entry, p, f"parameter {number}", apart=apart)
                 state[index] = entry
     stray = sorted(set(state_dict["state"]) - {i for g in groups for i in g["params"]}, key=str)
     if stray:
@@ -144,11 +197,14 @@ def check_checkpoint(
     return {"state": state, "param_groups": groups}
 
 
-def placed(entry: Mapping[str, Any], param: Tensor, *, on_device: bool = False) -> dict[str, Any]:
+def placed(entry: Mapping[str, Any], param: Tensor, *, on_device: bool = False, apart: bool = False) -> dict[str, Any]:
     """A loaded state with its tensors in memory of their own, in the parameter's layout and the state's dtype."""
-    state = new_state(param, on_device=on_device)
+    state = new_state(param, on_device=on_device, apart=apart)
     state[EXP_AVG].copy_(entry[EXP_AVG])
     state[HESSIAN].copy_(entry[HESSIAN])
+    if apart:
+        state[WEIGHT].copy_(entry[WEIGHT])
+        state.update({ASCENT_SCALE: float(entry[ASCENT_SCALE]), ASCENT_DRAW: int(entry[ASCENT_DRAW])})
     state[HESSIAN_STEP] = int(entry[HESSIAN_STEP])
     if on_device:
         state[STEP].fill_(int(entry[STEP]))

@@ -85,8 +85,11 @@ class TablePasses(Passes, ABC):
                     "reload them with load_state_dict, which copies them into place"
                 )
         if self.rest is not None:
-            columns = ([column[i] for i in self.odd] for column in (exp_avgs, hessians))
-            self.rest.bind_state(*columns, None if apart is None else [apart[i] for i in self.odd])
+            m, d, x = (
+                None if column is None else [column[i] for i in self.odd] for column in (exp_avgs, hessians, apart)
+            )
+            assert m is not None and d is not None
+            self.rest.bind_state(m, d, x)
 
     def bind_firsts(self, firsts: list[Tensor]) -> None:
         """See :meth:`Passes.bind_firsts`. Gradients in another layout are copied into the parameter's."""
@@ -212,6 +215,8 @@ class TablePasses(Passes, ABC):
 
     def weight_square_sum(self) -> float:
         """See :meth:`Passes.weight_square_sum`."""
+        if self.apart is not None:
+            return super().weight_square_sum()
         rest = 0.0 if self.rest is None else self.rest.weight_square_sum()
         return float(self.kernel_weight_square_sum()) + rest if self.native else rest
 

@@ -14,11 +14,12 @@ from . import schedules
 from .accessors import no_grad, weights_moved
 from .capturable import device_scalars
 from .checks import check_count, check_number
-from .hutchinson import probe_scale
-from .passes import Product
+from .hutchinson import filter_means, probe_scale
+from .passes import Product, Stepped, tally
 from .plan import Plan
 from .refresh import Curvature, Refreshing
 from .scalars import Request, StepScalars, cohort_scalars
+from .sharding import local
 from .state import BIAS2, HESSIAN_STEP, STEP, new_state
 
 __all__ = ["Updating"]
@@ -44,7 +45,7 @@ class Updating(Refreshing):
         states = list(map(self.state.get, plan.params))
         for i, p in enumerate(plan.params):
             if not states[i]:
-                self.state[p] = states[i] = new_state(p, on_device=self.capturable)
+                self.state[p] = states[i] = new_state(p, on_device=self.capturable, apart=self.variant.apart)
         return states  # type: ignore[return-value]
 
     def _update(
@@ -95,18 +96,51 @@ class Updating(Refreshing):
         if restore:
             self._ascent = None
         draw, stochastic = clock * self.n_samples, self.stochastic_rounding
-        tallies = plan.step(scalars, cohorts, products, self.seed, draw, restore=restore, stochastic=stochastic)
-        weights_moved(plan.params)
-        if plan.sharded:
-            self._reshard()
+        averaged = self._average_filters(plan, products, scalars, cohorts, draw)
+        stepped = plan.step(scalars, cohorts, products, self.seed, draw, restore=restore, stochastic=stochastic)
+        self._settle(plan, states, stepped)
         next_clock = clock + 1
-        if products is not None and tallies is not None:
+        if products is not None and stepped.tallies is not None:
+            for i, tally in averaged.items():
+                stepped.tallies[i] = tally
             succeeded = self._record_refresh(
-                plan.params, states, products, [scalars[c].bias2 for c in cohorts], tallies
+                plan.params, states, products, [scalars[c].bias2 for c in cohorts], stepped.tallies
             )
             if not succeeded and clock % self.lazy_hessian == 0:
                 next_clock = clock  # a scheduled refresh that failed is still due
         self._count_step(states, steps, next_clock, skip)
+
+    def _settle(self, plan: Plan, states: list[dict[str, Any]], stepped: Stepped) -> None:
+        """Tells everybody that an update has moved the weights."""
+        weights_moved(plan.params)
+        if plan.sharded:
+            self._reshard()
+
+    def _average_filters(
+        self,
+        plan: Plan,
+        products: list[Product | None] | None,
+        scalars: Sequence[StepScalars],
+        cohorts: Sequence[int],
+        draw: int,
+    ) -> dict[int, Tensor]:
+        """Replaces products of convolutions by means over their filters, if the method does that.
+
+        Returns:
+            Tallies of the products as they were, by position.
+        """
+        tallies: dict[int, Tensor] = {}
+        if products is None or not self.variant.by_filter:
+            return tallies
+        for i, product in enumerate(products):
+            if product is None or plan.params[i].dim() != 4:
+                continue
+            h = product.value
+            if not product.signed:
+                h = h * plan.rademacher([i], self.seed, draw)[0]
+            tallies[i] = tally(h, scalars[cohorts[i]], local(plan.params[i]))
+            products[i] = Product(filter_means(h), signed=True)
+        return tallies
 
     def _count_step(
         self, states: list[dict[str, Any]], steps: list[Any], next_clock: int, skip: float | Tensor
@@ -138,7 +172,7 @@ class Updating(Refreshing):
         factor = unscale
         skip = overflow.double().reshape(()) if isinstance(overflow, Tensor) and self.capturable else 0.0
         if self.max_grad_norm is not None or check_finite:
-            norm = self.stats.descent_norm = plan.square_sums(adaptive=False).sum().sqrt() * unscale
+            norm = self.stats.descent_norm = plan.square_sums(of_ascent=False).sum().sqrt() * unscale
             if check_finite:
                 broken = torch.isfinite(norm).logical_not().double()
                 if not self.capturable:
@@ -165,7 +199,9 @@ class Updating(Refreshing):
         """Tells the refresh clock that a CUDA graph of an ordinary step was replayed, which Python can't see."""
         check_count("steps", steps)
         if not self.capturable:
-            raise RuntimeError("SASSHA.replayed: steps are counted on the host; construct SASSHA with capturable=True")
+            raise RuntimeError(
+                f"{self._name}.replayed: steps are counted on the host; construct {self._name} with capturable=True"
+            )
         clock = self._clock() + steps
         for entry in self.state.values():
             entry[HESSIAN_STEP] = clock
@@ -175,7 +211,8 @@ class Updating(Refreshing):
         """A step from the gradients of other processes alone; see :meth:`join_hook`."""
         params = [p for p in self._parameters() if p.requires_grad]
         self._set_grads({})
-        self._next_rho()
+        if not self.variant.apart:
+            self._next_rho()
         if self.perturb_sync:
             self._reduce(params, None)
             self._set_grads({})

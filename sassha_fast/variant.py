@@ -49,6 +49,10 @@ class Variant:
     sample: Sample = Sample.ABS
     by_filter: bool = False
 
+    def scales_by_weight(self, dimensions: int) -> bool:
+        """Whether ε of a parameter of so many dimensions is scaled by its weights."""
+        return self.adaptive and (self.adaptive_bias or dimensions > 1)
+
     @property
     def apart(self) -> bool:
         """Whether x is kept apart from the parameter, which holds x + ε from one step to the next."""
