@@ -88,8 +88,7 @@ class TablePasses(Passes, ABC):
             m, d, x = (
                 None if column is None else [column[i] for i in self.odd] for column in (exp_avgs, hessians, apart)
             )
-            assert m is not None and d is not None
-            self.rest.bind_state(m, d, x)
+            self.rest.bind_state(m or [], d or [], x)
 
     def bind_firsts(self, firsts: list[Tensor]) -> None:
         """See :meth:`Passes.bind_firsts`. Gradients in another layout are copied into the parameter's."""
