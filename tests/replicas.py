@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import make_net
 
-from sassha_fast import SASSHA
+from sassha_fast import GSASSHA, MSASSHA, SASSHA
 
 ROWS = 24  # of the joined batch: two, three and four processes share it evenly
 OPTIONS = {"lr": 0.03, "rho": 0.05, "lazy_hessian": 10, "weight_decay": 0.01}
@@ -80,13 +80,14 @@ def train(
     dtype: torch.dtype = torch.float64,
     attach: bool = True,
     ddp: dict[str, Any] | None = None,
+    method: type[Any] = SASSHA,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains a small network, each process on its part of the batch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     net = make_net(dtype)
     model = DDP(net, **(ddp or {}))
-    opt = SASSHA(net.parameters(), **{**OPTIONS, **options})
+    opt = method(net.parameters(), **{**OPTIONS, **options})
     if attach:
         opt.attach(model)
     loss = part_loss(model, dtype, rank, size)
@@ -99,6 +100,11 @@ def train(
             by_hand(opt, model, loss, True, True)
         elif way == "half":
             by_hand(opt, model, loss, False, True)
+        elif way == "one_pass":  # M-SASSHA
+            with model.no_sync():
+                loss().backward(create_graph=opt.hessian_due)
+            opt.step()
+            opt.zero_grad()
     return results(net, opt)
 
 
@@ -128,12 +134,12 @@ def different_parameters(hvp: str) -> dict[str, Any]:
     return results(net, opt)
 
 
-def uneven(perturb_sync: bool) -> dict[str, Any]:
+def uneven(method: type[Any] = SASSHA, **options: Any) -> dict[str, Any]:
     """Process 0 has three batches, every other one more than the one before it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     net = make_net(torch.float64)
     model = DDP(net)
-    opt = SASSHA(net.parameters(), **{**OPTIONS, "lazy_hessian": 2}, perturb_sync=perturb_sync)
+    opt = method(net.parameters(), **{**OPTIONS, "lazy_hessian": 2}, **options)
     opt.attach(model)
     loss = part_loss(model, torch.float64, rank, size)
     with Join([opt]):
@@ -261,8 +267,16 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "synced_bucket_view_fd": lambda: train("synced", hvp="finite_difference", ddp={"gradient_as_bucket_view": True}),
     "different": lambda: different_parameters("exact"),
     "different_fd": lambda: different_parameters("finite_difference"),
-    "uneven": lambda: uneven(False),
-    "uneven_sync": lambda: uneven(True),
+    "uneven": lambda: uneven(),
+    "uneven_sync": lambda: uneven(perturb_sync=True),
+    "uneven_momentum": lambda: uneven(MSASSHA),
+    "momentum": lambda: train(method=MSASSHA),
+    "momentum_fd": lambda: train(method=MSASSHA, hvp="finite_difference"),
+    "momentum_by_hand": lambda: train("one_pass", method=MSASSHA),
+    "gap": lambda: train(method=GSASSHA, alpha=0.3),
+    "gap_local": lambda: train("local", method=GSASSHA, alpha=0.3),
+    "gap_sync": lambda: train(method=GSASSHA, alpha=0.3, perturb_sync=True),
+    "gap_bucket_view": lambda: train("local", method=GSASSHA, alpha=0.3, ddp={"gradient_as_bucket_view": True}),
     "broken_closure": lambda: broken_rank("closure"),
     "broken_local": lambda: broken_rank("local"),
     "scaled": lambda: scaled(False),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import make_net, three_calls
 
-from sassha_fast import SASSHA
+from sassha_fast import GSASSHA, MSASSHA, SASSHA
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -49,6 +51,7 @@ def shards(
     by_calls: bool = False,
     fsdp: dict[str, Any] | None = None,
     keep: bool = False,
+    method: type[Any] = SASSHA,
     **options: Any,
 ) -> dict[str, Any]:
     """FSDP2: each process on its part of the batch and with its shards."""
@@ -56,7 +59,7 @@ def shards(
     net = sharded_net(init_device_mesh("cpu", (size,)), dtype, **(fsdp or {}))
     if keep:
         net.set_reshard_after_backward(False)
-    opt = SASSHA(net.parameters(), **{**OPTIONS, "hvp": "finite_difference", **options})
+    opt = method(net.parameters(), **{**OPTIONS, "hvp": "finite_difference", **options})
     opt.attach(net)
     loss = part_loss(net, dtype, rank, size)
     for _ in range(steps):
@@ -112,17 +115,19 @@ def exact_shards() -> dict[str, Any]:
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
 
-CHECKPOINTED = {**OPTIONS, "hvp": "finite_difference", "perturb_sync": True, "lazy_hessian": 4}
+CHECKPOINTED = {**OPTIONS, "hvp": "finite_difference", "lazy_hessian": 4}
 
 
-def prepared(kind: str) -> tuple[nn.Module, nn.Module, SASSHA]:
-    """A network, the model that runs it and their optimizer: in shards, replicated, or alone."""
+def prepared(kind: str) -> tuple[nn.Module, nn.Module, Any]:
+    """A network, the model that runs it and their optimizer: in shards, replicated, or alone; ``+m`` for M-SASSHA."""
+    kind, *variant = kind.split("+")
     net = make_net(torch.float64)
     if kind == "shards":
         net = model = sharded_net(init_device_mesh("cpu", (dist.get_world_size(),)), torch.float64)
     else:
         model = DDP(net) if kind == "replicas" and dist.get_world_size() > 1 else net
-    opt = SASSHA(net.parameters(), **CHECKPOINTED)
+    params = net.parameters()
+    opt = MSASSHA(params, **CHECKPOINTED) if variant else SASSHA(params, **CHECKPOINTED, perturb_sync=True)
     opt.attach(model)
     return net, model, opt
 
@@ -133,10 +138,14 @@ def go_on(model: nn.Module, opt: SASSHA, steps: int) -> None:
         opt.step(closure_of(opt, part_loss(model, torch.float64, 0, 1)))
 
 
-def save(kind: str, folder: Path, asynchronously: bool = False) -> dict[str, Any]:
+def save(kind: str, folder: Path, asynchronously: bool = False, evaluating: bool = False) -> dict[str, Any]:
     net, model, opt = prepared(kind)
     go_on(model, opt, 5)
-    weights, state = get_state_dict(net, opt)
+    with opt.true_weights() if evaluating else nullcontext(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="MSASSHA: the model's state_dict")
+        weights, state = get_state_dict(net, opt)
+        if evaluating:  # the weights are views of parameters that train() writes again
+            weights = {key: value.clone() for key, value in weights.items()}
     content = {"model": weights, "optimizer": state}
     if asynchronously:
         written = dcp.async_save(content, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
@@ -152,10 +161,14 @@ def resume(kind: str, folder: Path, used: bool = False) -> dict[str, Any]:
     net, model, opt = prepared(kind)
     if used:
         go_on(model, opt, 3)
-    weights, state = get_state_dict(net, opt)
-    content = {"model": weights, "optimizer": state}
-    dcp.load(content, checkpoint_id=folder)
-    set_state_dict(net, opt, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="MSASSHA: the model's state_dict")
+        weights, state = get_state_dict(net, opt)
+        content = {"model": weights, "optimizer": state}
+        dcp.load(content, checkpoint_id=folder)
+        set_state_dict(net, opt, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    if isinstance(opt, MSASSHA):
+        opt.train()
     go_on(model, opt, 5)
     return whole_results(net, opt)
 
@@ -164,7 +177,7 @@ def checkpoint_scenario(name: str) -> Callable[[], dict[str, Any]]:
     """``save:shards:folder`` and ``resume:replicas:folder``, with ``async`` and ``used`` as variants."""
     verb, kind, folder = name.split("|")[0].split(":", 2)
     if verb.startswith("save"):
-        return lambda: save(kind, Path(folder), asynchronously=verb == "save_async")
+        return lambda: save(kind, Path(folder), verb == "save_async", verb == "save_evaluating")
     return lambda: resume(kind, Path(folder), used=verb == "resume_used")
 
 
@@ -173,6 +186,8 @@ SHARDS: dict[str, Callable[[], dict[str, Any]]] = {
     "shards_by_calls": lambda: shards(by_calls=True),
     "shards_central": lambda: shards(hvp="central_difference"),
     "shards_clipped": lambda: shards(12, max_grad_norm=0.1, adaptive=True),
+    "shards_momentum": lambda: shards(method=MSASSHA),
+    "shards_gap": lambda: shards(method=GSASSHA, alpha=0.3),
     "shards_reference": lambda: shards(12, backend="reference"),
     "shards_cpu": lambda: shards(12),
     "shards_kept": lambda: shards(12, keep=True),

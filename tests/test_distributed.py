@@ -7,7 +7,7 @@ import torch
 from tolerances import DIFFERENCES_FACTOR, PROCESSES_RTOL
 from training import assert_same_bits, assert_same_state, make_net
 
-from sassha_fast import SASSHA, reference
+from sassha_fast import GSASSHA, MSASSHA, SASSHA, reference
 from sassha_fast.distributed import is_parallel
 
 LONG = ("drift", "two_dimensional")
@@ -37,10 +37,10 @@ def several(request):
     return request.getfixturevalue({2: "two", 3: "three"}[request.param])
 
 
-def alone(steps=30, dtype=torch.float64, factor=1.0, **options):
+def alone(steps=30, dtype=torch.float64, factor=1.0, method=SASSHA, **options):
     """One process on the joined batch."""
     net = make_net(dtype)
-    opt = SASSHA(net.parameters(), **{**replicas.OPTIONS, **options})
+    opt = method(net.parameters(), **{**replicas.OPTIONS, **options})
     loss = replicas.part_loss(net, dtype, 0, 1)
     for _ in range(steps):
         opt.step(replicas.closure_of(opt, lambda: loss() * factor))
@@ -80,6 +80,27 @@ def test_global_ascent_equals_one_process_on_the_joined_batch(several, name, opt
     assert_close(found, alone(**options))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("momentum", {"method": MSASSHA}),
+        ("momentum_fd", {"method": MSASSHA, "hvp": "finite_difference"}),
+        ("shards_momentum", {"method": MSASSHA, "hvp": "finite_difference"}),
+        ("gap_sync", {"method": GSASSHA, "alpha": 0.3}),
+        ("shards_gap", {"method": GSASSHA, "alpha": 0.3, "hvp": "finite_difference"}),
+    ],
+)
+def test_variants_equal_one_process_on_the_joined_batch(two, name, options):
+    expected = alone(**options)
+    assert two[name][0]["refreshes"] == 3
+    assert_close(two[name][0], expected)
+    if options["method"] is MSASSHA:
+        for found, wanted in zip(two[name][0]["state"], expected["state"], strict=True):
+            assert (found["weight"] - wanted["weight"]).norm() <= PROCESSES_RTOL[torch.float64] * wanted[
+                "weight"
+            ].norm()
+
+
 def test_one_step_in_float32_equals_one_process(two):
     assert_close(two["one_step_sync"][0], alone(1, torch.float32), torch.float32)
 
@@ -100,6 +121,9 @@ def test_the_authors_loop_equals_the_closure(several):
         ("local_told", "local"),
         ("bucket_view", "local"),
         ("local_sync", "closure_sync"),
+        ("momentum_by_hand", "momentum"),
+        ("gap_local", "gap"),
+        ("gap_bucket_view", "gap"),
         ("synced_fd_found_out", "synced_fd"),
         ("synced_bucket_view_fd", "synced_fd"),
     ],

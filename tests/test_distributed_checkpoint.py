@@ -11,14 +11,18 @@ from training import assert_same_bits, assert_same_state
 def runs(tmp_path_factory):
     """Everything that is saved goes on for five steps; everything that is resumed takes the same five."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    by_two, replicated, meanwhile, by_three, by_one = (f"{folder}/{name}" for name in "abcde")
+    by_two, replicated, meanwhile, by_three, by_one, perturbed, settled = (f"{folder}/{name}" for name in "abcdefg")
     plan = [
         (2, {"saved_by_two": f"save:shards:{by_two}", "saved_by_replicas": f"save:replicas:{replicated}"}),
         (2, {"asynchronous": f"save_async:shards:{meanwhile}", "two_by_two": f"resume:shards:{by_two}"}),
         (2, {"two_used": f"resume_used:shards:{by_two}", "replicas_by_two": f"resume:replicas:{by_two}"}),
         (2, {"two_by_replicas": f"resume:shards:{replicated}", "two_meanwhile": f"resume:shards:{meanwhile}"}),
+        (2, {"m_saved": f"save:shards+m:{perturbed}", "m_settled": f"save_evaluating:shards+m:{settled}"}),
+        (2, {"m_resumed": f"resume:shards+m:{perturbed}", "m_from_settled": f"resume_used:shards+m:{settled}"}),
         (3, {"three_by_two": f"resume:shards:{by_two}", "saved_by_three": f"save:shards:{by_three}"}),
+        (3, {"m_by_three": f"resume:shards+m:{perturbed}"}),
         (1, {"one_by_two": f"resume:alone:{by_two}", "saved_by_one": f"save:alone:{by_one}"}),
+        (1, {"m_by_one": f"resume:alone+m:{settled}"}),
         (2, {"two_by_three": f"resume:shards:{by_three}", "two_by_one": f"resume:shards:{by_one}"}),
     ]
     found, sizes = {}, []
@@ -38,6 +42,9 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(runs):
         ("two_by_two", "saved_by_two"),
         ("two_used", "saved_by_two"),
         ("two_meanwhile", "saved_by_two"),
+        ("m_resumed", "m_saved"),
+        ("m_from_settled", "m_saved"),
+        ("m_settled", "m_saved"),
     ):
         for found, expected in zip(runs[resumed], runs[saved], strict=True):
             assert_same_bits(found["params"], expected["params"])
@@ -53,6 +60,8 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(runs):
         ("two_by_replicas", "saved_by_replicas"),
         ("two_by_three", "saved_by_three"),
         ("two_by_one", "saved_by_one"),
+        ("m_by_three", "m_saved"),
+        ("m_by_one", "m_saved"),
     ],
 )
 def test_checkpoints_move_between_numbers_of_processes_and_kinds_of_parameters(runs, resumed, saved):
