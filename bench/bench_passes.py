@@ -5,8 +5,11 @@ from contenders import Floors, Kernels, adamw
 from measure import interleave, ratio, stopwatch
 from shapes import count, gpt
 
+from sassha_fast import traffic
+
+TIMED = ("norm", "perturb", "restore", "step", "refresh_step")
 # Bytes per float32 parameter: the reads and writes that the algorithm can't do without.
-BYTES = {"norm": 4, "perturb": 16, "restore": 8, "step": 24, "refresh_step": 32}
+BYTES = {name: traffic.bytes_per_parameter(name) for name in TIMED}
 ROUNDS = 40
 
 

@@ -135,7 +135,7 @@ class Kernels:
         self.ops.table_step(self.table, self.scalars, 0, None)
 
     def refresh_step(self) -> None:
-        self.ops.table_refresh_step(self.refresh, self.scalars, 0, 0, None)
+        self.ops.table_refresh_step(self.refresh, self.scalars, 0, 0, None, 0)
 
     def ordinary(self) -> None:
         """What one ordinary step of a closure costs: norm, perturb, step with restore fused in."""

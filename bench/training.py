@@ -1,4 +1,4 @@
-"""Whole training steps: one gradient, SAM, SASSHA with both products, and the eager loop in the authors' style."""
+"""Whole training steps: one gradient, the family with both products, Shampoo, and the eager loop of the authors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from eager import EagerSASSHA
 from models import MODELS, Loss
 from torch import nn
 
-from sassha_fast import SASSHA
+from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian, SophiaH
+
+try:
+    from pytorch_optimizer import Shampoo
+except ImportError:  # an extra of the benchmarks
+    Shampoo = None
 
 NEVER = 10**9
 RHO, LR = 0.05, 1e-4
@@ -50,9 +55,11 @@ def sam(model: nn.Module, loss: Loss) -> Step:
     return step
 
 
-def sassha(model: nn.Module, loss: Loss, hvp: str, refresh: bool) -> Step:
+def family(
+    model: nn.Module, loss: Loss, method: type, *, refresh: bool = False, hvp: str = "exact", **options: float
+) -> Step:
     """``step(closure)``: an ordinary step, or one that refreshes the curvature."""
-    opt = SASSHA(model.parameters(), lr=LR, rho=RHO, hvp=hvp, lazy_hessian=1 if refresh else NEVER)
+    opt = method(model.parameters(), lr=LR, hvp=hvp, lazy_hessian=1 if refresh else NEVER, **options)
     opt.attach(model)
 
     def closure() -> torch.Tensor:
@@ -81,14 +88,40 @@ def eager(model: nn.Module, loss: Loss, refresh: bool) -> Step:
     return step
 
 
+def shampoo(model: nn.Module, loss: Loss) -> Step:
+    """Shampoo of pytorch_optimizer, with its preconditioners computed every tenth step."""
+    opt = Shampoo(model.parameters(), lr=LR, preconditioning_compute_steps=10)
+
+    def step() -> None:
+        opt.zero_grad()
+        loss().backward()
+        opt.step()
+
+    return step
+
+
 STEPS: dict[str, Callable[[nn.Module, Loss], Step]] = {
     "gradient": gradient,
     "sam": sam,
-    "sassha_ordinary": lambda model, loss: sassha(model, loss, "exact", False),
-    "sassha_exact": lambda model, loss: sassha(model, loss, "exact", True),
-    "sassha_finite_difference": lambda model, loss: sassha(model, loss, "finite_difference", True),
+    "sassha_ordinary": lambda *on: family(*on, SASSHA, rho=RHO),
+    "sassha_exact": lambda *on: family(*on, SASSHA, rho=RHO, refresh=True),
+    "sassha_finite_difference": lambda *on: family(*on, SASSHA, rho=RHO, refresh=True, hvp="finite_difference"),
+    "gsassha_ordinary": lambda *on: family(*on, GSASSHA, rho=RHO, alpha=0.1),
+    "gsassha_exact": lambda *on: family(*on, GSASSHA, rho=RHO, alpha=0.1, refresh=True),
+    "msassha_ordinary": lambda *on: family(*on, MSASSHA, rho=RHO),
+    "msassha_exact": lambda *on: family(*on, MSASSHA, rho=RHO, refresh=True),
+    "msassha_finite_difference": lambda *on: family(*on, MSASSHA, rho=RHO, refresh=True, hvp="finite_difference"),
+    "adahessian": lambda *on: family(*on, AdaHessian, refresh=True),
+    "sophia_ordinary": lambda *on: family(*on, SophiaH),
+    "sophia_exact": lambda *on: family(*on, SophiaH, refresh=True),
+    "shampoo": shampoo,
     "eager_ordinary": lambda model, loss: eager(model, loss, False),
     "eager_refresh": lambda model, loss: eager(model, loss, True),
+}
+# Its preconditioners are square in every dimension: 8,192 tokens make the GPT's too large to invert here.
+STEPS_OF = {
+    model: [name for name in STEPS if name != "shampoo" or (Shampoo is not None and model == "resnet20")]
+    for model in MODELS
 }
 
 

@@ -1,0 +1,106 @@
+"""The bytes that passes move: what they declare, what their kernels touch, and what the documents say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sassha_fast import tables, traffic
+
+ROOT = Path(__file__).resolve().parents[1]
+README, METHODS = (ROOT / "README.md").read_text(), (ROOT / "docs" / "methods.md").read_text()
+FLOAT32 = {
+    "norm": 4,
+    "perturb": 16,
+    "restore": 8,
+    "probe": 8,
+    "step": 24,
+    "refresh_step": 32,
+    "apart_step": 24,
+    "apart_refresh_step": 32,
+    "momentum_ascent": 12,
+    "gap_sums": 8,
+    "decompose": 12,
+}
+
+
+def test_passes_declare_the_fewest_bytes_that_the_algorithm_allows():
+    assert {name: traffic.bytes_per_parameter(name) for name in traffic.PASSES} == FLOAT32
+    assert traffic.bytes_per_parameter("step", torch.bfloat16) == 3 * 2 + 3 * 4
+    assert traffic.bytes_per_parameter("step", torch.float64) == 48
+    columns = {column for pass_ in traffic.PASSES.values() for column in (*pass_.reads, *pass_.writes)}
+    assert all(hasattr(tables, column.upper()) for column in columns)
+
+
+KERNELS = {
+    "norm": "ops.table_square_sums(table, 1, False)",
+    "perturb": "ops.table_perturb(table, scales, False, 1, draw)",
+    "restore": "ops.table_restore(table)",
+    "step": "ops.table_step(table, scalars, 1, None)",
+    "refresh_step": "ops.table_refresh_step(table, scalars, 1, 2, None, 0)",
+    "apart_step": "ops.table_apart_step(table, scalars, 1, False, 1, None)",
+    "apart_refresh_step": "ops.table_apart_refresh_step(table, scalars, 1, False, 1, 2, None, 0)",
+    "momentum_ascent": "ops.table_momentum_ascent(table, scales, False, 1, draw)",
+    "gap_sums": "ops.table_gap_sums(table)",
+    "decompose": "ops.table_decompose(table, torch.tensor([[0.3, 0.2]]))",
+}
+
+RUN = """
+import torch
+from sassha_fast import ops as library, tables, traffic
+from sassha_fast.scalars import StepScalars
+library.load()
+ops = torch.ops.sassha_fast
+scales, draw = torch.tensor([0.1]), torch.zeros(1, dtype=torch.int64)
+scalars = torch.tensor([StepScalars(0.9, 0.9, 0.1, 0.99, 0.01, 0.5, 0.4, 1e-4, 0.1, 0.5)], dtype=torch.float64)
+kept = {{}}
+columns = (*traffic.PASSES[{name!r}].reads, *traffic.PASSES[{name!r}].writes)
+table = torch.zeros(1, tables.ROW_WORDS, dtype=torch.int64)
+ops.table_bind(table, tables.PARAM, [torch.rand(1000)])  # for size and dtype
+table[:, tables.PARAM] = 0
+for column in columns:
+    kept[column] = kept.get(column, torch.rand(1000))
+    table[:, getattr(tables, column.upper())] = kept[column].data_ptr()
+before = {{column: tensor.clone() for column, tensor in kept.items()}}
+{call}
+changed = {{column for column, tensor in kept.items() if not torch.equal(tensor, before[column])}}
+assert changed == set(traffic.PASSES[{name!r}].writes), changed
+"""
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_touch_the_columns_that_they_declare_and_write_no_others(name):
+    """In a process of their own: every other column is a null pointer, which would end it."""
+    script = RUN.format(name=name, call=KERNELS[name])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def rows(text, heading):
+    """Cells of the table that begins with ``heading``."""
+    table = text.split(heading)[1].split("\n\n")[0]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+
+
+def test_the_documents_state_the_bytes_of_every_pass():
+    documented = {cells[0].strip("`"): int(cells[3]) for cells in rows(METHODS, "| pass | reads | writes |")[1:]}
+    assert documented == FLOAT32
+
+
+def test_the_documents_state_the_bytes_of_every_method():
+    documented = {cells[0]: (int(cells[2]), int(cells[3])) for cells in rows(METHODS, "| method | passes |")[1:]}
+    declared = {
+        method: tuple(sum(map(traffic.bytes_per_parameter, passes)) for passes in kinds)
+        for method, kinds in traffic.METHODS.items()
+    }
+    assert documented == declared
+
+
+def test_the_readme_has_the_same_bytes():
+    for name, said in re.findall(r"^\| (norm|perturb|restore|step) \| (\d+) \|", README, re.MULTILINE):
+        assert int(said) == FLOAT32[name]
