@@ -15,7 +15,8 @@ SASSHA_CUDA_ARCHS ?= 80
 $(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
 
 .DEFAULT_GOAL := help
-.PHONY: help build sim test test-large mutants prove-gpu prove-triton demo bench scale lint format wheel report clean
+.PHONY: help build sim test test-large mutants prove-gpu prove-triton demo label-noise bench scale lint format wheel report
+.PHONY: clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -52,6 +53,9 @@ prove-gpu: prove-triton ## read registers, accesses and occupancy from GPU machi
 
 demo: $(BUILT) ## train digits with AdamW, SAM and SASSHA side by side
 	$(BIN)/python -m examples.digits
+
+label-noise: $(BUILT) ## compare eight optimizers on digits with wrong labels, half an hour, and write docs/methods.md
+	$(BIN)/python -m examples.label_noise
 
 bench: $(BUILT) ## run the benchmarks against the eager loop, AdamW and the machine's bandwidth
 	$(BIN)/python -m pytest bench

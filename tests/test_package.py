@@ -51,8 +51,13 @@ def test_the_demo_runs():
         assert name in output
 
 
+def blocks(document):
+    """The Python code of a document."""
+    return [part.split("```")[0] for part in (ROOT / document).read_text().split("```python\n")[1:]]
+
+
 def test_the_loop_of_the_readme_runs():
-    loop, with_closure = [part.split("```")[0] for part in (ROOT / "README.md").read_text().split("```python\n")[1:]]
+    loop, with_closure, _ = blocks("README.md")
     net, (x, y) = make_net(), make_batch()
     before = snapshot(net)
     scope = {"model": net, "loader": [(x, y)] * 3, "loss_fn": torch.nn.functional.cross_entropy}
@@ -61,6 +66,46 @@ def test_the_loop_of_the_readme_runs():
     assert not torch.equal(net[0].weight, before[0])
     exec(with_closure, scope)
     assert scope["opt"].state[net[0].weight]["step"] == 4
+
+
+@pytest.mark.parametrize(("document", "block"), [("README.md", 2), ("docs/methods.md", 0)])
+def test_the_documented_loop_of_m_sassha_never_evaluates_perturbed_weights(document, block, tmp_path):
+    net, (x, y) = make_net(), make_batch()
+    scope = {"model": net, "loader": [(x, y)] * 3, "loss_fn": torch.nn.functional.cross_entropy, "epochs": 2}
+
+    def evaluate(model):
+        model.eval()
+        model(x)  # would warn, and a warning is an error here
+        opt = scope["opt"]
+        assert all(torch.equal(p, opt.state[p]["weight"]) for p in model.parameters())
+        model.train()
+
+    scope |= {"evaluate": evaluate, "torch": torch, "path": tmp_path / "checkpoint.pt"}
+    exec(blocks(document)[block], scope)
+    assert scope["opt"].state[net[0].weight]["step"] == 6
+
+
+def test_the_comparison_on_label_noise_trains_every_method(monkeypatch):
+    label_noise = pytest.importorskip("examples.label_noise")
+    monkeypatch.setattr(label_noise, "EPOCHS", 1)
+    data, _, _ = label_noise.load_splits(torch.device("cpu"))
+    torch.manual_seed(0)
+    start, _ = label_noise.evaluate(label_noise.build_model(), data)
+    document = (ROOT / "docs" / "methods.md").read_text()
+    for name in label_noise.METHODS:
+        loss, _ = label_noise.evaluate(label_noise.train(name, 0.003, 0, data), data)
+        assert loss < start, name
+        assert document.count(f"% | {name} | ") == len(label_noise.NOISE)
+
+
+def test_the_largest_eigenvalue_is_that_of_the_dense_hessian():
+    label_noise = pytest.importorskip("examples.label_noise")
+    model, x, y = torch.nn.Linear(5, 3, bias=False), torch.randn(20, 5), torch.randint(0, 3, (20,))
+    dense = torch.autograd.functional.hessian(
+        lambda w: torch.nn.functional.cross_entropy(x @ w.view(3, 5).T, y), model.weight.detach().flatten()
+    )
+    found = label_noise.largest_eigenvalue(model, (x, y), iterations=300)
+    assert found == pytest.approx(torch.linalg.eigvalsh(dense).max().item(), rel=1e-3)
 
 
 def test_version_is_the_same_everywhere():
