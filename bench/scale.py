@@ -48,9 +48,11 @@ def methods() -> dict[str, Traffic]:
         "authors' SASSHA": Traffic(2, 0, 2 * TENSORS),
         "SASSHA, local ascent": Traffic(1 + share, 0, buckets(1) + share * buckets(1) + 1),
         "SASSHA, global ascent": Traffic(2 + share, 0, 2 * buckets(1) + share * buckets(1) + 2),
-        # Forward and backward gather the weights, backward scatters the gradients, in two passes and a tenth.
+        "M-SASSHA": Traffic(1 + share, 0, buckets(1) + share * buckets(1) + 1),
+        # Forward and backward gather the weights, backward scatters the gradients: SASSHA's in two passes and a tenth.
         "AdamW, FSDP2": Traffic(0, 3, 3 * 50),
         "SASSHA, FSDP2": Traffic(0, 3 * (2 + share), 3 * 50 * (2 + share) + 1),
+        "M-SASSHA, FSDP2": Traffic(0, 3 * (1 + share), 3 * 50 * (1 + share) + 1),
     }
 
 

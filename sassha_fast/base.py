@@ -16,6 +16,7 @@ from . import backends, schedules
 from .accessors import grad, no_grad, requires_grad
 from .checks import check_choice, check_count, check_group, check_number, check_param
 from .closures import Closure, closure_step
+from .collectives import EarlyReduction
 from .contexts import RandomState
 from .hutchinson import FiniteDifferences
 from .plan import Plan
@@ -158,6 +159,8 @@ class SecondOrder(Updating, Joinable):
         self._is_reduced = False
         self._found_local: bool | None = None
         self._synced_pass = False
+        self._reduced_before: list[Tensor] | None = None
+        self._early: EarlyReduction | None = None
         self._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
         self._weight_norm = 0.0  # ‖x‖ of the ascent's parameters, on refreshes by finite differences
         self._random: RandomState | None = None  # of the step's first pass, for replay_rng
@@ -187,6 +190,7 @@ class SecondOrder(Updating, Joinable):
             check_param(entry[1] if isinstance(entry, tuple) else entry, i)
         super().add_param_group(group)
         self._plans.clear()
+        self._reduced_before = None
 
     def get_params(self) -> Iterator[Tensor]:
         """All parameters that require gradients."""

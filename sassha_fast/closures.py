@@ -116,11 +116,15 @@ def _all_passes(
 ) -> Tensor | float:
     ascends = opt._needs_ascent(rho)
     graph = hessian_closure is None  # the descent pass is the one to differentiate again
-    loss = _run(opt, closure, differentiated=graph and not ascends)
+    # What is reduced after a pass is sent while it runs: the ascent's gradients if all processes climb together, and
+    # the descent's, unless they are taken apart before.
+    descends = not opt.variant.gap or opt.perturb_sync
+    first_is_sent = opt.perturb_sync if ascends else descends
+    loss = _run(opt, closure, differentiated=graph and not ascends, sent=first_is_sent, descent=not ascends)
     if ascends or (opt.hvp != "exact" and opt.hessian_due):  # a probe needs the way back of an ascent, if of length 0
         opt._ascend(rho, zero_grad=ascends)
     if ascends:
-        second = _replayed(opt, closure, random, differentiated=graph)
+        second = _replayed(opt, closure, random, differentiated=graph, sent=descends)
         gap = second - loss
         opt.stats.ascent_gap = gap.double() if isinstance(gap, Tensor) else torch.tensor(gap, dtype=torch.float64)
     curvature = None
@@ -132,14 +136,21 @@ def _all_passes(
     return loss
 
 
-def _run(opt: SecondOrder, closure: Closure, *, differentiated: bool) -> Tensor | float:
-    """One call of a closure, with a graph if the step refreshes and this is the pass to differentiate again."""
+def _run(
+    opt: SecondOrder, closure: Closure, *, differentiated: bool, sent: bool = False, descent: bool = True
+) -> Tensor | float:
+    """One call of a closure, with a graph if the step refreshes and this is the pass to differentiate again.
+
+    Its gradients are reduced next if they are ``sent``; a refresh reduces those of the ``descent`` with products.
+    """
     graph = differentiated and opt.hvp == "exact" and opt.hessian_due
     opt._wants_graph = graph
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(opt._unsynced())
+            if sent and not isinstance(closure, Accumulated):
+                stack.enter_context(opt._reducing_early(refresh=descent and opt._clock() % opt.lazy_hessian == 0))
             if graph:
                 stack.enter_context(refresh_context(opt._model))
                 stack.enter_context(CreateGraph())
@@ -149,13 +160,15 @@ def _run(opt: SecondOrder, closure: Closure, *, differentiated: bool) -> Tensor 
     return _detached(loss)
 
 
-def _replayed(opt: SecondOrder, closure: Closure, random: RandomState, *, differentiated: bool) -> Tensor | float:
+def _replayed(
+    opt: SecondOrder, closure: Closure, random: RandomState, *, differentiated: bool, sent: bool = False
+) -> Tensor | float:
     """A further call of a closure: the random numbers of the first, and BatchNorm statistics left alone."""
     with ExitStack() as stack:
         if opt._model is not None:
             stack.enter_context(frozen_batchnorm(opt._model))
         random.restore()
-        return _run(opt, closure, differentiated=differentiated)
+        return _run(opt, closure, differentiated=differentiated, sent=sent)
 
 
 def _probed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,52 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
+from .collectives import EarlyReduction, all_reduce_together
 from .contexts import ModelContexts
 from .sharding import is_sharded
 
-__all__ = ["Reducing", "all_reduce_together", "is_parallel"]
-
-BUCKET_BYTES = 25 << 20  # as DDP's: large enough to be bound by bandwidth, small enough to overlap with copying
+__all__ = ["Reducing", "is_parallel"]
 
 
 def is_parallel(group: Any = None) -> bool:
     """Whether this process is one of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-
-
-def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors in parts of one dtype and device that fit a bucket. Every process cuts them alike."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
-    done = []
-    for t in tensors:
-        key, size = (t.dtype, t.device), t.numel() * t.element_size()
-        if key in open_buckets and filled[key] + size > BUCKET_BYTES:
-            done.append(open_buckets.pop(key))
-        if key not in open_buckets:
-            open_buckets[key], filled[key] = [], 0
-        open_buckets[key].append(t)
-        filled[key] += size
-    return [*done, *open_buckets.values()]
-
-
-@torch.no_grad()
-def all_reduce_together(tensors: Sequence[Tensor], group: Any = None, *, mean: bool = True) -> None:
-    """Sums, or averages, every tensor over the processes, in place and in few collectives.
-
-    The copy of a bucket into its message overlaps with the transfer of the one before.
-    """
-    in_flight = []
-    for bucket in _buckets(tensors):
-        flat = torch.cat([t.reshape(-1) for t in bucket])
-        in_flight.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    size = dist.get_world_size(group)
-    for bucket, flat, work in in_flight:
-        work.wait()
-        if mean:
-            flat.div_(size)
-        parts = torch.split(flat, [t.numel() for t in bucket])
-        torch._foreach_copy_(bucket, [part.view(t.shape) for part, t in zip(parts, bucket, strict=True)])
 
 
 class Reducing(ModelContexts):
@@ -69,6 +33,8 @@ class Reducing(ModelContexts):
     reduce_grads: bool | None
     _found_local: bool | None  # whether gradients turned out to be local, where nobody said so
     _synced_pass: bool  # whether DDP reduced the gradients of its last pass
+    _reduced_before: list[Tensor] | None  # parameters that had gradients anywhere in the last reduction
+    _early: EarlyReduction | None  # of the pass at hand
     _shadow_step: Callable[[], None]  # what a process without data does while others take a step
 
     def attach(self, model: nn.Module) -> None:
@@ -146,8 +112,19 @@ class Reducing(ModelContexts):
             )
         return False  # and if all saw the same batch, the mean would not change it
 
-    def _union(self, present: Sequence[bool], device: torch.device) -> list[bool]:
-        """Which parameters have gradients in any process."""
+    def _reducing_early(self, *, refresh: bool) -> AbstractContextManager[Any]:
+        """For a pass whose gradients are reduced next: they travel while it runs.
+
+        Not on refreshes, where products travel with them, nor the first time, when nobody knows yet which parameters
+        there are.
+        """
+        if not self._parallel or refresh or self._reduced_before is None:
+            return nullcontext()
+        self._early = EarlyReduction(self._reduced_before, self._group)
+        return self._early
+
+    def _anywhere(self, present: Sequence[bool], device: torch.device) -> list[bool]:
+        """What is so in any process."""
         bitmap = torch.tensor(present, dtype=torch.uint8, device=device)
         dist.all_reduce(bitmap, op=dist.ReduceOp.MAX, group=self._group)
         return [bool(b) for b in bitmap.tolist()]
@@ -163,17 +140,29 @@ class Reducing(ModelContexts):
         Returns:
             The parameters that have a gradient now.
         """
-        there = self._union([p.grad is not None for p in params], params[0].device)
-        chosen = [p for p, present in zip(params, there, strict=True) if present]
+        early, self._early = self._early, None
+        if products is None and self._reduced_before is not None:  # the same collectives, whether there was time or not
+            early = early or EarlyReduction(self._reduced_before, self._group)
+            early.launch_all()
+        else:
+            early = None
+        stale = early.stale if early is not None else []
+        there = self._anywhere([*(p.grad is not None for p in params), *stale], params[0].device)
+        chosen = [p for p, present in zip(params, there, strict=False) if present]
         for p in chosen:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             if products is not None and id(p) not in products:
                 products[id(p)] = torch.zeros_like(p)
-        tensors = [p.grad.detach() for p in chosen]  # type: ignore[union-attr]
+        left, mean = chosen, self.grad_reduce == "mean"
+        if early is not None:
+            stale_params = set(map(id, early.finish(there[len(params) :], mean=mean)))
+            left = [p for p in chosen if id(p) not in early.places or id(p) in stale_params]
+        tensors = [p.grad.detach() for p in left]  # type: ignore[union-attr]
         if products is not None:
             tensors += [products[id(p)] for p in chosen]
-        all_reduce_together(tensors, self._group, mean=self.grad_reduce == "mean")
+        all_reduce_together(tensors, self._group, mean=mean)
+        self._reduced_before = chosen
         return chosen
 
     # ---- uneven inputs ------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ class Updating(Refreshing):
         return probe_scale(elements) / self.n_samples if self.hvp == "exact" else 1.0
 
     def _end_of_step(self) -> None:
-        self._curvature = self._time = self._random = self._probe = None
+        self._curvature = self._time = self._random = self._probe = self._early = None
         self._ascended = self._is_reduced = False
 
     # ---- schedules ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import make_net
 
-from sassha_fast import GSASSHA, MSASSHA, SASSHA
+from sassha_fast import GSASSHA, MSASSHA, SASSHA, collectives
 
 ROWS = 24  # of the joined batch: two, three and four processes share it evenly
 OPTIONS = {"lr": 0.03, "rho": 0.05, "lazy_hessian": 10, "weight_decay": 0.01}
@@ -132,6 +133,55 @@ def different_parameters(hvp: str) -> dict[str, Any]:
         head = (rank + t) % 2 if t != 4 else 0
         opt.step(closure_of(opt, lambda head=head: F.cross_entropy(model(x, head), y)))
     return results(net, opt)
+
+
+def overlap(early: bool) -> dict[str, Any]:
+    """Small buckets, and how many are under way when the gradient of the first layer is there."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before, collectives.BUCKET_BYTES = collectives.BUCKET_BYTES, 2000
+    try:
+        net = make_net(torch.float64)
+        model = DDP(net)
+        opt = SASSHA(net.parameters(), **OPTIONS)
+        opt.attach(model)
+        if not early:
+            opt._reducing_early = lambda refresh: nullcontext()  # type: ignore[method-assign]
+        loss, launched = part_loss(model, torch.float64, rank, size), []
+
+        def note(grad: Tensor) -> None:
+            if opt._early is not None:
+                launched.append((opt._early.launched, len(opt._early.buckets)))
+
+        net[0].weight.register_hook(note)
+        for _ in range(2):
+            opt.step(closure_of(opt, loss))
+        return {**results(net, opt), "launched": launched}
+    finally:
+        collectives.BUCKET_BYTES = before
+
+
+def grown() -> dict[str, Any]:
+    """A closure that accumulates over two halves by itself: what was sent after the first is out of date."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net(torch.float64)
+    model = DDP(net)
+    opt = SASSHA(net.parameters(), **OPTIONS, hvp="finite_difference", perturb_sync=True)
+    opt.attach(model)
+    x, y = batch(torch.float64, rank, size)
+    stale = []
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        halves = [F.cross_entropy(model(x[i::2]), y[i::2]) / 2 for i in range(2)]
+        for half in halves:
+            half.backward()
+        if opt._early is not None:
+            stale.extend(opt._early.stale)
+        return sum(h.detach() for h in halves)
+
+    for _ in range(12):
+        opt.step(closure)
+    return {**results(net, opt), "stale": any(stale)}
 
 
 def uneven(method: type[Any] = SASSHA, **options: Any) -> dict[str, Any]:
@@ -267,6 +317,9 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "synced_bucket_view_fd": lambda: train("synced", hvp="finite_difference", ddp={"gradient_as_bucket_view": True}),
     "different": lambda: different_parameters("exact"),
     "different_fd": lambda: different_parameters("finite_difference"),
+    "overlap": lambda: overlap(True),
+    "overlap_off": lambda: overlap(False),
+    "grown": grown,
     "uneven": lambda: uneven(),
     "uneven_sync": lambda: uneven(perturb_sync=True),
     "uneven_momentum": lambda: uneven(MSASSHA),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,14 +20,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import make_net, three_calls
 
-from sassha_fast import GSASSHA, MSASSHA, SASSHA
+from sassha_fast import GSASSHA, MSASSHA, SASSHA, backends
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be in shards."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def simulated() -> str:
+    """The name of a backend that runs the CUDA kernels on the CPU."""
+    from sim import SimPasses
+
+    backend = backends.Backend("cuda_sim", "the CUDA kernels on the CPU", lambda: SimPasses, lambda device: None)
+    return backends._REGISTRY.setdefault("cuda_sim", backend).name
 
 
 def sharded_net(mesh: Any, dtype: torch.dtype, **options: Any) -> nn.Module:
@@ -68,6 +78,40 @@ def shards(
         else:
             opt.step(closure_of(opt, loss))
     return whole_results(net, opt)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by kind, whoever asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(method: type[Any]) -> dict[str, Any]:
+    """Collectives by kind of one pass alone, of a step that refreshes and of an ordinary one."""
+    size = dist.get_world_size()
+    net = sharded_net(init_device_mesh("cpu", (size,)), torch.float64)
+    opt = method(net.parameters(), **OPTIONS, hvp="finite_difference")
+    loss = part_loss(net, torch.float64, dist.get_rank(), size)
+    closure = closure_of(opt, loss)
+
+    def counted(run: Callable[[], object]) -> dict[str, int]:
+        with Collectives() as mode:
+            run()
+        return dict(mode.counts)
+
+    closure()  # creates what FSDP2 creates lazily
+    return {
+        "pass": counted(closure),
+        "refresh": counted(lambda: opt.step(closure)),
+        "ordinary": counted(lambda: opt.step(closure)),
+    }
 
 
 def two_dimensional() -> dict[str, Any]:
@@ -189,6 +233,10 @@ SHARDS: dict[str, Callable[[], dict[str, Any]]] = {
     "shards_momentum": lambda: shards(method=MSASSHA),
     "shards_gap": lambda: shards(method=GSASSHA, alpha=0.3),
     "shards_reference": lambda: shards(12, backend="reference"),
+    "shards_simulated": lambda: shards(12, backend=simulated()),
+    "shards_triton": lambda: shards(12, backend="triton"),
+    "shards_collectives": lambda: collectives(SASSHA),
+    "shards_collectives_momentum": lambda: collectives(MSASSHA),
     "shards_cpu": lambda: shards(12),
     "shards_kept": lambda: shards(12, keep=True),
     "shards_offloaded": lambda: shards(12, fsdp={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),

@@ -167,15 +167,30 @@ def test_overflow_in_one_process_lowers_the_scale_of_all(two):
 
 
 def test_bytes_sent_are_those_of_ddp_and_nothing_for_the_hessian_between_refreshes(two):
-    """A bitmap and the gradients, once with local ascent and twice with global; products beside them on a refresh."""
+    """A bitmap and the gradients, once with local ascent and twice with global; products beside them on a refresh.
+
+    Ordinary steps send gradients while the pass runs, and the bitmap, which then has a byte for every bucket, after it.
+    """
     local, synced = two["traffic"][0], two["traffic_sync"][0]
     bitmap, grads = local["n"], local["bytes"]
-    assert local["traffic"] == [[bitmap, 2 * grads], [bitmap, grads], [bitmap, grads]]
+    assert local["traffic"] == [[bitmap, 2 * grads], [grads, bitmap + 1], [grads, bitmap + 1]]
     assert synced["traffic"] == [
         [bitmap, grads, bitmap, 2 * grads],
-        [bitmap, grads, bitmap, grads],
-        [bitmap, grads, bitmap, grads],
+        [grads, bitmap + 1, grads, bitmap + 1],
+        [grads, bitmap + 1, grads, bitmap + 1],
     ]
+
+
+def test_gradients_travel_while_the_backward_pass_computes_others(two):
+    """On an ordinary step, all buckets but the last are under way before the first layer's gradient is there."""
+    found = two["overlap"][0]
+    assert found["launched"] == [(5, 6)]
+    assert_close(found, {"params": two["overlap_off"][0]["params"]})
+
+
+def test_a_closure_with_several_backward_passes_sends_its_gradients_again(two):
+    assert_close(two["grown"][0], alone(12, hvp="finite_difference"))
+    assert two["grown"][0]["stale"]
 
 
 def test_what_is_ambiguous_is_refused_and_leaves_the_weights(two):
@@ -214,7 +229,20 @@ def test_options_hold_for_shards(two, name, options):
     assert_close(two[name][0], alone(**options))
 
 
-@pytest.mark.parametrize("name", ["shards_reference", "shards_kept", "shards_offloaded"])
+@pytest.mark.parametrize("name", ["shards_collectives", "shards_collectives_momentum"])
+def test_shards_send_what_fsdp_sends_for_their_passes_and_a_vector_of_norms(two, name):
+    """A refresh has a probe's pass, and also reduces the norm of the weights and what the products looked like."""
+    found, passes = two[name][0], 1 if name.endswith("momentum") else 2
+    gathers, scatters = found["pass"]["_allgather_base_"], found["pass"]["_reduce_scatter_base_"]
+    assert found["pass"] == {"_allgather_base_": gathers, "_reduce_scatter_base_": scatters}
+    for step, n, norms in (("ordinary", passes, 1), ("refresh", passes + 1, 3)):
+        expected = {"_allgather_base_": n * gathers, "_reduce_scatter_base_": n * scatters, "allreduce_": norms}
+        assert found[step] == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["shards_reference", "shards_simulated", "shards_triton", "shards_kept", "shards_offloaded"]
+)
 def test_backend_policy_and_copies_left_unsharded_do_not_matter(two, name):
     assert_same_run(two[name][0], two["shards_cpu"][0])
 
