@@ -1,14 +1,25 @@
-"""The CUDA kernels, run by the simulator in several orders of threads, and the library that holds them."""
+"""The CUDA kernels, run by the simulator in several orders of threads."""
 
-import re
 import subprocess
-from pathlib import Path
+from itertools import chain
 
 import pytest
 import test_apart
 import test_gap
 import torch
-from cases import CASES, N_GROUPS, Case, Spec, assert_same_bits, build, groups_of, indices_of, members_of, pair_id
+from cases import (
+    CASES,
+    N_GROUPS,
+    Case,
+    Spec,
+    assert_same_bits,
+    build,
+    groups_of,
+    indices_of,
+    members_of,
+    pair_id,
+    place,
+)
 from sim import LIBRARY, OPS, ORDERS, SimPasses, thread_order
 from test_norm import expected_sums, sums_by
 from test_perturb import SCALES, expected_case, perturb_by
@@ -18,7 +29,7 @@ from test_step import expected_case as expected_step
 from training import assert_same_bits as assert_same_lists
 from training import assert_same_state, make_loss, make_net, snapshot, state_of, three_calls
 
-from sassha_fast import SASSHA, backends, ops
+from sassha_fast import SASSHA, backends
 from sassha_fast.cuda import KEPT, Mirrors
 from sassha_fast.passes import Passes, Product
 from sassha_fast.scalars import StepScalars
@@ -210,6 +221,28 @@ def test_skipped_cohorts_only_restore(dtype, mode):
             "hessians",
         )
     assert tallies is None or tallies[1::2].eq(0).all()
+
+
+@pytest.mark.parametrize("odd", ["weights", "apart", "grads", "firsts", "exp_avgs", "hessians", "products"])
+def test_one_operand_at_an_odd_address_is_enough_to_go_without_vectors(odd):
+    results = []
+    for passes_class in (Passes, SimPasses):
+        lists = build(BY_NAME["chunks"], torch.float32)
+        columns = {**lists._asdict(), "apart": [w.clone() for w in lists.weights], "firsts": test_gap.firsts_of(lists)}
+        columns[odd] = [place(t, "misaligned") for t in columns[odd]]
+        passes = passes_class(members_of(columns["weights"]))
+        passes.bind_state(columns["exp_avgs"], columns["hessians"], columns["apart"])
+        passes.bind_grads(columns["grads"])
+        passes.bind_firsts(columns["firsts"])
+        sums = passes.gap_sums()
+        passes.decompose(test_gap.SCALES)
+        products = [Product(p, signed=True) for p in columns["products"]]
+        found = passes.step(scalars_for(0.5, "signed"), cohorts_of(len(products)), products, SEED, DRAW)
+        passes.momentum_ascent(test_apart.SCALES, adaptive=False, seed=SEED, draw=test_apart.NOISE)
+        results.append(([*chain.from_iterable(columns.values())], [sums, found.square_sums]))
+    (expected, expected_sums), (tensors, sums) = results
+    assert_same_bits(tensors, expected)
+    assert torch.allclose(torch.cat(sums), torch.cat(expected_sums), rtol=1e-12, atol=0)
 
 
 # ---- operators on lists -------------------------------------------------------------------------------------------
@@ -417,66 +450,3 @@ def test_sanitizers_find_nothing():
     done = subprocess.run([LIBRARY.with_name("cuda_sim_watched")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "9 lists, 670 launches\n"
-
-
-# ---- the library --------------------------------------------------------------------------------------------------
-
-HAS_CUDA = ops.load() is None and torch._C._dispatch_has_kernel_for_dispatch_key("sassha_fast::step_", "CUDA")
-needs_cuda_build = pytest.mark.skipif(not HAS_CUDA, reason="the library was built without CUDA (no nvcc here)")
-
-
-def schemas():
-    text = (Path(__file__).parents[1] / "csrc" / "ops.cpp").read_text()
-    return re.findall(r'm\.def\(\s*"(\w+)\(', text)
-
-
-@needs_cuda_build
-def test_every_operator_has_a_kernel_for_both_devices():
-    names = schemas()
-    assert len(names) == 23
-    for name in names:
-        keys = ("CompositeExplicitAutograd",) if name in ("cpu_isa", "table_chunks") else ("CPU", "CUDA")
-        for key in keys:
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"sassha_fast::{name}", key), (name, key)
-
-
-def dynamic(*options):
-    done = subprocess.run(["readelf", "-W", *options, str(ops.LIBRARY)], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-def test_library_needs_nothing_but_torch_and_the_c_libraries():
-    needed = set(re.findall(r"NEEDED.*\[(.+?)\]", dynamic("-d")))
-    allowed = {
-        "libtorch.so",
-        "libtorch_cpu.so",
-        "libc10.so",
-        "libstdc++.so.6",
-        "libm.so.6",
-        "libgcc_s.so.1",
-        "libc.so.6",
-    }
-    allowed |= {"libpthread.so.0", "libdl.so.2", "librt.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-    assert needed <= allowed
-    # A torch with CUDA brings the current stream along with libtorch.
-    assert "libtorch.so" in needed or not HAS_CUDA
-
-
-def test_undefined_symbols_are_the_stable_abi_or_the_c_libraries():
-    undefined, weak = set(), set()
-    for line in dynamic("--dyn-syms").splitlines():
-        fields = line.split()
-        if "UND" in fields and len(fields) > 7:
-            (weak if fields[4] == "WEAK" else undefined).add(fields[7].split("@")[0])
-    versioned = {line.split()[7].split("@")[0] for line in dynamic("--dyn-syms").splitlines() if "@" in line}
-    stable = re.compile(r"^(aoti_torch_|torch_|_ZNSt|_ZNKSt|_ZSt|_ZTVN10__cxxabiv1|_Zn|_Zd|__cxa_|__gxx_|_Unwind_)")
-    foreign = {name for name in undefined - versioned if not stable.match(name)}
-    assert foreign == set()
-    assert not any(name.startswith(("cuda", "cu", "__cuda")) for name in undefined)
-    optional = {"aoti_torch_get_current_cuda_stream"} if HAS_CUDA else set()
-    assert {name for name in weak if name.startswith(("aoti", "torch"))} == optional
-
-
-@needs_cuda_build
-def test_cuda_kernels_are_in_the_library():
-    assert ".nv_fatbin" in dynamic("-S")
