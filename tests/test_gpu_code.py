@@ -100,6 +100,13 @@ def test_reader_is_not_misled_by_cold_code_that_jumps_back():
     assert {i.address for i in kernel.hot_loop} == {0x20, 0x30, 0x40, 0xA0, 0xB0}
 
 
+@pytest.mark.parametrize("branch", ["BRA.U UP0, 0x0040", "BRA !P5, 0x0040", "BRA.DIV UR5, 0x0040"])
+def test_reader_knows_conditions_among_operands(branch):
+    inside = LISTING.replace("STG.E.64 [R2.64], R4 ;", f"{branch} ;")
+    kernel = sass.Kernel("k", 80, 40, 0, 0, sass.instructions(inside))
+    assert [i.address for i in kernel.hot_loop] == [0x20, 0x30, 0x40]
+
+
 @pytest.mark.parametrize(
     ("arch", "registers", "shared", "expected"),
     [(80, 32, 0, 1.0), (80, 40, 0, 0.75), (80, 41, 0, 0.625), (90, 64, 0, 0.5), (80, 32, 40 * 1024, 0.5)],
