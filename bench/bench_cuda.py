@@ -9,7 +9,18 @@ from sassha_fast.cuda import CudaPasses
 from sassha_fast.passes import Members, Product
 from sassha_fast.scalars import Request, step_scalars
 
-BYTES = {"copy": 8, "norm": 4, "perturb": 16, "restore": 8, "step": 24, "refresh_step": 32}
+BYTES = {
+    "copy": 8,
+    "norm": 4,
+    "perturb": 16,
+    "restore": 8,
+    "momentum_ascent": 12,
+    "gap_sums": 8,
+    "decompose": 12,
+    "step": 24,
+    "apart_step": 24,
+    "refresh_step": 32,
+}
 ROUNDS = 50
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and --device cuda")
 
@@ -45,6 +56,8 @@ def passes():
     made.bind_grads(grads, overwrite=True)
     made.perturb(scales, adaptive=False, take_grads=True, seed=0, draw=draw)
     made.bind_grads(column())
+    made.bind_firsts(column())
+    gap_scales = torch.tensor([[0.1, 0.9]], device="cuda")
 
     def refresh_step():
         made.bind_grads(grads)
@@ -56,7 +69,11 @@ def passes():
         "norm": lambda: made.kernel_square_sums(False),
         "perturb": lambda: made.kernel_perturb(scales, False, 0, draw),
         "restore": made.kernel_restore,
+        "momentum_ascent": lambda: made.kernel_momentum_ascent(scales, False, 0, draw),
+        "gap_sums": made.kernel_gap_sums,
+        "decompose": lambda: made.kernel_decompose(gap_scales),
         "step": lambda: made.kernel_step(numbers, 0, None),
+        "apart_step": lambda: made.kernel_apart_step(numbers, False, 0, None),
         "refresh_step": refresh_step,
     }
 
@@ -66,4 +83,4 @@ def test_pass_on_the_device(name, passes, record, say):
     measured = Measured(name, timed(passes[name]))
     speed = BYTES[name] * count(gpt()) / measured.median / 1e9
     record(measured, bytes_per_parameter=BYTES[name], gigabytes_per_second=speed)
-    say(f"cuda, {name:<13} {measured.median * 1e6:8.1f} µs  {BYTES[name]:2d} bytes/parameter  {speed:7.1f} GB/s")
+    say(f"cuda, {name:<15} {measured.median * 1e6:8.1f} µs  {BYTES[name]:2d} bytes/parameter  {speed:7.1f} GB/s")

@@ -15,12 +15,24 @@ from sass import ROOT, Kernel, occupancy, read, section, table
 from shapes import count, gpt
 
 ARCHS = (80, 90, 100)
-SOURCES = ("norm", "perturb", "probe", "step")  # csrc/cuda/*.cu with kernels
+SOURCES = ("norm", "perturb", "gap", "probe", "step")  # csrc/cuda/*.cu with kernels
 THREADS = 256  # kThreads in csrc/cuda/multi_tensor.cuh
 ITEM = {"float": 4, "double": 8, "bfloat16": 2, "float16": 2}
 POWERS = ("half", "one", "general")
 # Bytes per float32 parameter that the algorithm can't do without.
-FLOOR = {"square_sum": 4, "perturb": 16, "restore": 8, "probe": 8, "step": 24, "refresh_step": 32}
+FLOOR = {
+    "square_sum": 4,
+    "perturb": 16,
+    "restore": 8,
+    "momentum_ascent": 12,
+    "gap_sums": 8,
+    "decompose": 12,
+    "probe": 8,
+    "step": 24,
+    "refresh_step": 32,
+    "apart_step": 24,
+    "apart_refresh_step": 32,
+}
 # Bandwidth by the vendor's data sheet, GB/s.
 GPUS = {"A100 80 GB SXM": 2039, "H100 SXM": 3350}
 # What moves in one step: names of FLOOR.
@@ -28,6 +40,9 @@ STEPS = {
     "ordinary step, `step(closure)`": ("square_sum", "perturb", "step"),
     "ordinary step, three calls": ("square_sum", "perturb", "restore", "step"),
     "refresh, exact products, three calls": ("square_sum", "perturb", "restore", "refresh_step"),
+    "M-SASSHA, ordinary step": ("apart_step", "momentum_ascent"),
+    "M-SASSHA, refresh": ("apart_refresh_step", "momentum_ascent"),
+    "G-SASSHA, ordinary step, `step(closure)`": ("square_sum", "perturb", "gap_sums", "decompose", "step"),
 }
 
 
@@ -38,9 +53,11 @@ def label(kernel: Kernel) -> tuple[str, str, str]:
     types = {"If": "float", "Id": "double", "INS_7Float16E": "float16", "INS_8BFloat16E": "bfloat16"}
     arguments = kernel.name[name.end() :]
     dtype = next((types[code] for code in types if arguments.startswith(code)), "")
+    flag = "Lb1E" in arguments  # of an update whether x lives apart, of the other passes ASAM's scaling
     power = re.search(r"PowerE(\d)E", arguments)
-    variant = POWERS[int(power[1])] if power else ("adaptive" if "Lb1E" in arguments else "")
-    return name[1], dtype, variant
+    if power:
+        return f"apart_{name[1]}" if flag else name[1], dtype, POWERS[int(power[1])]
+    return name[1], dtype, "adaptive" if flag else ""
 
 
 def bytes_per_parameter(kernel: Kernel) -> float:

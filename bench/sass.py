@@ -98,7 +98,10 @@ def instructions(text: str) -> tuple[Instruction, ...]:
     out = []
     for address, predicate, opcode, operands in _LINE.findall(text):
         found = re.search(r"0x([0-9a-f]+)", operands) if opcode.startswith("BRA") else None
-        out.append(Instruction(int(address, 16), bool(predicate), opcode, int(found[1], 16) if found else None))
+        # A branch may have its condition among its operands as well: BRA.U UP0, or BRA.DIV for lanes that have parted.
+        conditional = found is not None and (re.search(r"\bU?P\d", operands) or opcode == "BRA.DIV")
+        predicated = bool(predicate or conditional)
+        out.append(Instruction(int(address, 16), predicated, opcode, int(found[1], 16) if found else None))
     return tuple(out)
 
 

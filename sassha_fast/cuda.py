@@ -14,6 +14,7 @@ from .capturable import DeviceScalars
 from .native import NativePasses
 from .passes import Members
 from .scalars import StepScalars
+from .variant import Sample
 
 __all__ = ["CudaPasses", "Mirrors"]
 
@@ -127,10 +128,14 @@ class CudaPasses(NativePasses):
             return None
         return op(self.mirrors.find(self.table), *args, self.chunks, self.counts)
 
+    def _zeros(self, *sizes: int) -> Tensor:
+        """Sums over no rows at all."""
+        return torch.zeros(*sizes, dtype=torch.float64, device=self.device)
+
     def kernel_square_sums(self, adaptive: bool) -> Tensor:
         """See :meth:`TablePasses.kernel_square_sums`."""
         sums: Tensor | None = self._call(self.ops.table_square_sums, self.members.n_groups, adaptive)
-        return sums if sums is not None else torch.zeros(self.members.n_groups, dtype=torch.float64, device=self.device)
+        return sums if sums is not None else self._zeros(self.members.n_groups)
 
     def kernel_perturb(self, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
         """See :meth:`TablePasses.kernel_perturb`."""
@@ -144,7 +149,37 @@ class CudaPasses(NativePasses):
         """See :meth:`TablePasses.kernel_step`."""
         self._call(self.ops.table_step, scalars, seed, noise_draw, self.power)
 
-    def kernel_refresh_step(self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None) -> Tensor:
+    def kernel_refresh_step(
+        self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None, sample: Sample
+    ) -> Tensor:
         """See :meth:`TablePasses.kernel_refresh_step`."""
-        tallies: Tensor | None = self._call(self.ops.table_refresh_step, scalars, seed, draw, noise_draw, self.power)
-        return tallies if tallies is not None else torch.zeros(0, 3, dtype=torch.float64, device=self.device)
+        args = (scalars, seed, draw, noise_draw, int(sample), self.power)
+        tallies: Tensor | None = self._call(self.ops.table_refresh_step, *args)
+        return tallies if tallies is not None else self._zeros(0, 3)
+
+    def kernel_apart_step(self, scalars: Tensor, adaptive: bool, seed: int, noise_draw: Tensor | None) -> Tensor:
+        """See :meth:`TablePasses.kernel_apart_step`."""
+        args = (scalars, self.members.n_groups, adaptive, seed, noise_draw, self.power)
+        squares: Tensor | None = self._call(self.ops.table_apart_step, *args)
+        return squares if squares is not None else self._zeros(self.members.n_groups)
+
+    def kernel_apart_refresh_step(
+        self, scalars: Tensor, adaptive: bool, seed: int, draw: int, noise_draw: Tensor | None, sample: Sample
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`TablePasses.kernel_apart_refresh_step`."""
+        args = (scalars, self.members.n_groups, adaptive, seed, draw, noise_draw, int(sample), self.power)
+        found: tuple[Tensor, Tensor] | None = self._call(self.ops.table_apart_refresh_step, *args)
+        return found if found is not None else (self._zeros(0, 3), self._zeros(self.members.n_groups))
+
+    def kernel_momentum_ascent(self, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
+        """See :meth:`TablePasses.kernel_momentum_ascent`."""
+        self._call(self.ops.table_momentum_ascent, scales, adaptive, seed, draw)
+
+    def kernel_gap_sums(self) -> Tensor:
+        """See :meth:`TablePasses.kernel_gap_sums`."""
+        sums: Tensor | None = self._call(self.ops.table_gap_sums)
+        return sums if sums is not None else self._zeros(3)
+
+    def kernel_decompose(self, scales: Tensor) -> None:
+        """See :meth:`TablePasses.kernel_decompose`."""
+        self._call(self.ops.table_decompose, scales)

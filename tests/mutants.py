@@ -101,7 +101,7 @@ MUTANTS = (
         "w < kThreads / kWarp; ++w",
         "w < kThreads / kWarp - 1; ++w",
     ),
-    Mutant("squares lose their square", "cuda/norm.cuh", "fma(v, v, sum)", "fma(v, 1.0, sum)"),
+    Mutant("squares lose their square", "cuda/multi_tensor.cuh", "add_product(sum, v, v)", "add_product(sum, v, 1.0)"),
     Mutant("adaptive norm without |x|", "cuda/norm.cuh", "absolute(x[j]) * g[j]", "g[j]"),
     # ---- random bits
     Mutant("a constant probe", "cuda/multi_tensor.cuh", "words[offset / 32] >> (offset % 32)", "0"),
@@ -119,12 +119,12 @@ MUTANTS = (
     Mutant("ascent and update share their noise", "cuda/step.cuh", "kUpdateNoise", "kAscentNoise"),
     Mutant("noise of every chunk from the first", "cuda/perturb.cuh", "stream, piece.begin + offset", "stream, offset"),
     # ---- maths
-    Mutant("curvature without abs", "math.h", "s.one_minus_beta2 * absolute(h)", "s.one_minus_beta2 * h"),
+    Mutant("curvature without abs", "math.h", "if (sample == kMagnitude) return absolute(h);", ""),
     Mutant(
         "no bias correction of curvature",
         "math.h",
-        "const C corrected = d / bias2;",
-        "const C corrected = d; (void)bias2;",
+        "const C unfloored = d / bias2;",
+        "const C unfloored = d; (void)bias2;",
     ),
     Mutant("correction of the newest refresh for all", "cuda/step.cuh", "known ? s.bias2 : s.bias2_kept", "s.bias2"),
     Mutant("products that are not finite count", "cuda/step.cuh", "seen.finite += known ? 1 : 0", "seen.finite += 1"),
@@ -135,9 +135,9 @@ MUTANTS = (
         "d[j] = curvature(d[j], h[j], s)",
     ),
     Mutant("zero products count as negative", "cuda/step.cuh", "known && h[j] < 0", "known && h[j] <= 0"),
-    Mutant("weights without curvature move", "math.h", "return sign_bit(d) ? x : moved;", "return moved;"),
+    Mutant("weights without curvature move", "math.h", "return is_unknown(d) ? x : moved;", "return moved;"),
     Mutant("a difference without its sign", "cuda/step.cuh", "h[j] - g[j] : h[j]", "g[j] - h[j] : h[j]"),
-    Mutant("power one takes the root", "cuda/step.cu", "kernel<T, decltype(p)::value>", "kernel<T, Power::kHalf>"),
+    Mutant("power one takes the root", "cuda/step.cu", "kernel<T, decltype(p)::value", "kernel<T, Power::kHalf"),
     Mutant(
         "general power forgets one",
         "cuda/step.cuh",
@@ -151,6 +151,103 @@ MUTANTS = (
     Mutant("momentum is not kept", "cuda/step.cuh", "    store(at<C>(row.exp_avg, common.begin + offset), m);\n", ""),
     Mutant(
         "curvature is not kept", "cuda/step.cuh", "      store(at<C>(row.hessian, common.begin + offset), d);\n", ""
+    ),
+    # ---- samples and floors
+    Mutant("a sample is always the magnitude", "cuda/step.cuh", "sampled(h[j], args.sample)", "absolute(h[j])"),
+    Mutant("a sampled square is not squared", "math.h", "? h * h", "? absolute(h)"),
+    Mutant("a sample of -0 leaves curvature unknown", "math.h", ": h + C(0)", ": h"),
+    Mutant(
+        "tallies count samples",
+        "cuda/step.cuh",
+        "h[j] = times_sign(hz, (signs >> j) & 1u);",
+        "h[j] = sampled(times_sign(hz, (signs >> j) & 1u), args.sample);",
+    ),
+    Mutant("negative curvature is unknown", "math.h", "(v) == 0x80000000u", "(v) >= 0x80000000u"),
+    Mutant("curvature without a floor", "math.h", "unfloored < s.floor ? s.floor : unfloored", "unfloored"),
+    # ---- apart
+    Mutant("x apart reaches the parameter", "cuda/step.cuh", "kApart ? row.backup : row.param", "row.param"),
+    Mutant("squares apart without |x|", "cuda/step.cuh", "absolute(widen(narrow<T>(x[j]))) * m[j]", "m[j]"),
+    Mutant("squares apart of x before rounding", "cuda/step.cuh", "absolute(widen(narrow<T>(x[j])))", "absolute(x[j])"),
+    Mutant(
+        "no squares of a skipped update apart",
+        "cuda/step.cuh",
+        "      add_squares<T>(squares, m, x, args.adaptive);\n",
+        "",
+    ),
+    Mutant(
+        "no squares of an update apart",
+        "cuda/step.cuh",
+        "    if constexpr (kApart) add_squares<T>(squares, m, x, args.adaptive);\n",
+        "",
+    ),
+    Mutant(
+        "squares apart go on from the last block",
+        "cuda/step.cuh",
+        "if constexpr (kApart) squares[threadIdx.x] = 0;",
+        "",
+    ),
+    Mutant(
+        "squares apart of a refresh go on from the last block",
+        "cuda/step.cuh",
+        "if constexpr (kApart) squares[threadIdx.x] = 0;",
+        "",
+        nth=2,
+    ),
+    Mutant("squares apart all in the first group", "cuda/step.cuh", "{sum[0], group}", "{sum[0], group * 0}"),
+    Mutant("squares apart of one dtype over another's", "cuda/step.cu", "squares + first", "squares"),
+    Mutant(
+        "squares apart of a refresh of one dtype over another's", "cuda/step.cu", "squares + first", "squares", nth=2
+    ),
+    Mutant("squares apart are not added up", "cuda/step.cu", "if (squares) finish_sums(rows, *squares, queue);", ""),
+    # ---- ascent along the momentum
+    Mutant(
+        "momentum ascent without x^2", "cuda/perturb.cuh", "adaptive_ascent(scale, m[j], x[j])", "ascent(scale, m[j])"
+    ),
+    Mutant("momentum ascent multiplies by no scale", "cuda/perturb.cuh", "if (scale == 0) {", "if (false) {", nth=2),
+    Mutant(
+        "momentum ascent has the noise of its first chunk",
+        "cuda/perturb.cuh",
+        "stream, piece.begin + offset",
+        "stream, offset",
+        nth=2,
+    ),
+    Mutant(
+        "momentum ascent trusts the momentum's address",
+        "cuda/perturb.cuh",
+        "piece.row.backup, piece.row.exp_avg)",
+        "piece.row.backup)",
+    ),
+    # ---- gap
+    Mutant("gap sums of one dtype over another's", "cuda/gap.cu", "partials + first", "partials"),
+    Mutant("gap sums without the last chunk", "cuda/gap.cuh", "i < n; i += kThreads", "i < n - 1; i += kThreads"),
+    Mutant(
+        "gap sums of one gradient alone",
+        "cuda/gap.cuh",
+        "add_product(sums.dot, g[j], g2[j])",
+        "add_square(sums.dot, g[j])",
+    ),
+    Mutant(
+        "gap sums trust the first gradient's address",
+        "cuda/gap.cuh",
+        "(piece.row.grad, piece.row.first)",
+        "(piece.row.grad)",
+    ),
+    Mutant(
+        "decompose trusts the first gradient's address",
+        "cuda/gap.cuh",
+        "(piece.row.grad, piece.row.first)",
+        "(piece.row.grad)",
+        nth=2,
+    ),
+    Mutant("decompose multiplies by no alpha", "cuda/gap.cuh", "if (alpha == 0) return;", ""),
+    Mutant(
+        "decompose has the scales of the first group",
+        "cuda/gap.cuh",
+        "scales[piece.row.group].alpha",
+        "scales[0].alpha",
+    ),
+    Mutant(
+        "decompose adds the orthogonal part", "math.h", "g2 - alpha * (g - share * g2)", "g2 + alpha * (g - share * g2)"
     ),
 )
 
@@ -189,7 +286,7 @@ def survives(folder: Path) -> bool:
         "-p",
         "no:cacheprovider",
     ]
-    tests = [f"tests/test_{name}.py" for name in ("cuda", "norm", "perturb", "step", "probe")]
+    tests = [f"tests/test_{name}.py" for name in ("cuda", "norm", "perturb", "step", "probe", "apart", "gap")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run([*command, *tests], cwd=folder, env=environment, capture_output=True, timeout=600)

@@ -11,8 +11,10 @@
 using namespace sassha;
 using cuda::AscentArgs;
 using cuda::DeviceRows;
+using cuda::GroupSums;
 using cuda::PartialSum;
 using cuda::StepArgs;
+using cuda::Tallies;
 
 namespace {
 
@@ -52,6 +54,7 @@ struct Lists {
       row.exp_avg = memory.tensor(n, state, skew);
       row.hessian = memory.tensor(n, state, 0);
       row.product = i % 4 == 3 ? 0 : memory.tensor(n, dtype, skew);
+      row.first = memory.tensor(n, dtype, skew);
       row.numel = n;
       row.dtype = dtype;
       row.index = static_cast<int64_t>(i);
@@ -75,32 +78,64 @@ struct Lists {
   DeviceRows there;
 };
 
+// What the passes add up, in memory of exactly the size that they ask for.
+struct Sums {
+  explicit Sums(const DeviceRows& rows)
+      : square_partials(static_cast<size_t>(rows.n_chunks())),
+        squares(2),
+        tally_partials(square_partials.size()),
+        tallies(static_cast<size_t>(rows.size)),
+        gap_partials(square_partials.size()),
+        gap(1) {}
+
+  GroupSums by_group() { return {square_partials.data(), squares.data(), 2}; }
+  Tallies by_row() { return {tally_partials.data(), tallies.data()}; }
+
+  std::vector<PartialSum> square_partials;
+  std::vector<double> squares;
+  std::vector<Tally> tally_partials, tallies;
+  std::vector<GapSums> gap_partials, gap;
+};
+
+// Every update: ordinary and a refresh, in place and apart.
+void run_updates(const DeviceRows& rows, const StepArgs& args, std::optional<double> power, const cuda::Queue& queue) {
+  for (const bool refresh : {true, false}) {
+    for (const bool apart : {false, true}) {
+      Sums sums(rows);
+      cuda::step(rows, args, power, refresh ? std::optional<Tallies>(sums.by_row()) : std::nullopt,
+                 apart ? std::optional<GroupSums>(sums.by_group()) : std::nullopt, queue);
+    }
+  }
+}
+
 void run(const Lists& lists) {
   const DeviceRows& rows = lists.there;
   const cuda::Queue queue;
   const std::vector<float> scales = {0.3f, 0.0f};
+  const std::vector<GapScales> gap_scales = {{0.3f, -0.2f}, {0.0f, 0.4f}};
   const auto draw = std::make_unique<int64_t>(7);
-  StepScalars<double> usual = {0.9, 0.9, 0.1, 0.99, 0.01, 0.3, 0.2, 1e-4, 0.1, 0.5, 0.7, 0.9, 0.3, 0.0};
+  StepScalars<double> usual = {0.9, 0.9, 0.1, 0.99, 0.01, 0.3, 0.2, 1e-4, 0.1, 0.5, 0.7, 0.9, 0.3, 0.0, 0.1};
   StepScalars<double> skipped = usual;
   skipped.skip = 1;
   for (const bool adaptive : {false, true}) {
-    std::vector<PartialSum> partials(static_cast<size_t>(rows.n_chunks()));
-    std::vector<double> sums(2);
-    cuda::square_sums(rows, adaptive, 2, partials.data(), sums.data(), queue);
+    Sums sums(rows);
+    cuda::square_sums(rows, adaptive, sums.by_group(), queue);
     cuda::perturb(rows, adaptive, AscentArgs{scales.data(), 5, draw.get()}, queue);
     cuda::restore(rows, queue);
+    cuda::momentum_ascent(rows, adaptive, AscentArgs{scales.data(), 5, draw.get()}, queue);
+    cuda::gap_sums(rows, sums.gap_partials.data(), sums.gap.data(), queue);
+    cuda::decompose(rows, gap_scales.data(), queue);
   }
   cuda::probe(rows, 0.1, 3, 4, queue);
+  Sample sample = kMagnitude;
   for (const double power : {0.5, 1.0, 0.7}) {
     usual.power = skipped.power = power;
     const std::optional<double> shared = power == 0.7 ? std::nullopt : std::optional<double>(power);
     for (const bool skip : {false, true}) {
       const std::vector<StepScalars<double>> scalars = {usual, skip ? skipped : usual};
-      const StepArgs args{scalars.data(), 5, 6, skip ? nullptr : draw.get()};
-      std::vector<Tally> partials(static_cast<size_t>(rows.n_chunks())), tallies(static_cast<size_t>(rows.size));
-      cuda::refresh_step(rows, args, shared, partials.data(), tallies.data(), queue);
-      cuda::step(rows, args, shared, queue);
+      run_updates(rows, StepArgs{scalars.data(), 5, 6, skip ? nullptr : draw.get(), sample, skip}, shared, queue);
     }
+    sample = static_cast<Sample>(sample + 1);
   }
   cuda::rademacher(rows, 3, 4, queue);
 }

@@ -1,12 +1,25 @@
-"""The CUDA kernels, run by the simulator in several orders of threads, and the library that holds them."""
+"""The CUDA kernels, run by the simulator in several orders of threads."""
 
-import re
 import subprocess
-from pathlib import Path
+from itertools import chain
 
 import pytest
+import test_apart
+import test_gap
 import torch
-from cases import CASES, N_GROUPS, Case, Spec, assert_same_bits, build, groups_of, indices_of, members_of, pair_id
+from cases import (
+    CASES,
+    N_GROUPS,
+    Case,
+    Spec,
+    assert_same_bits,
+    build,
+    groups_of,
+    indices_of,
+    members_of,
+    pair_id,
+    place,
+)
 from sim import LIBRARY, OPS, ORDERS, SimPasses, thread_order
 from test_norm import expected_sums, sums_by
 from test_perturb import SCALES, expected_case, perturb_by
@@ -16,10 +29,12 @@ from test_step import expected_case as expected_step
 from training import assert_same_bits as assert_same_lists
 from training import assert_same_state, make_loss, make_net, snapshot, state_of, three_calls
 
-from sassha_fast import SASSHA, backends, ops
+from sassha_fast import SASSHA, backends
 from sassha_fast.cuda import KEPT, Mirrors
 from sassha_fast.passes import Passes, Product
 from sassha_fast.scalars import StepScalars
+from sassha_fast.tables import ROW_WORDS
+from sassha_fast.variant import Sample
 
 pytestmark = pytest.mark.usefixtures("native_ops")
 BY_NAME = {case.name: case for case in CASES}
@@ -82,6 +97,39 @@ def test_norm_and_tallies_are_the_same_bits_in_every_order_of_threads(adaptive, 
         assert_same_bits(other, results[0])
 
 
+@pytest.mark.parametrize(("case", "dtype"), SHUFFLED, ids=pair_id)
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("mode", ["ordinary", "signed"])
+def test_updates_apart_and_their_ascent_have_the_same_bits_in_every_order_of_threads(mode, adaptive, case, dtype):
+    sums = []
+    for order in ORDERS:
+        lists = build(case, dtype, nonfinite=True)
+        passes, apart = test_apart.bound("cuda_sim", lists)
+        products = [Product(p, signed=True) for p in lists.products] if mode == "signed" else None
+        with thread_order(order):
+            found = passes.step(scalars_for(0.5, mode), cohorts_of(len(apart)), products, SEED, DRAW, adaptive=adaptive)
+            passes.momentum_ascent(test_apart.SCALES, adaptive=adaptive, seed=test_apart.SEED, draw=test_apart.NOISE)
+        x, m, d, *_ = test_apart.expected_case(case, dtype, mode)
+        assert_same_bits([*apart, *lists.exp_avgs, *lists.hessians], [*x, *m, *d])
+        assert_same_bits(lists.weights, test_apart.expected_ascent(x, m, adaptive))
+        sums.append([t for t in found if t is not None])
+    for other in sums[1:]:
+        assert_same_bits(other, sums[0])
+
+
+@pytest.mark.parametrize(("case", "dtype"), SHUFFLED, ids=pair_id)
+def test_the_gap_has_the_same_bits_in_every_order_of_threads(case, dtype):
+    sums = []
+    for order in ORDERS:
+        lists = build(case, dtype)
+        passes = test_gap.bound("cuda_sim", lists)
+        with thread_order(order):
+            sums.append(passes.gap_sums())
+            passes.decompose(test_gap.SCALES)
+        assert_same_bits(lists.grads, test_gap.expected_case(case, dtype)[1])
+        assert_same_bits(sums[-1], sums[0])
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("case", "dtype"), SHUFFLED, ids=pair_id)
 def test_signs_and_probes_have_the_same_bits_in_every_order_of_threads(case, dtype, order):
@@ -97,54 +145,58 @@ def test_signs_and_probes_have_the_same_bits_in_every_order_of_threads(case, dty
 # ---- the ways of an update ----------------------------------------------------------------------------------------
 
 
-def step_like_the_reference(case, dtype, scalars, products, noise=None, order=4):
-    """Updates by the simulator and by the reference; compares bits and tallies, and returns the simulator's lists."""
+def step_like_the_reference(case, dtype, scalars, products, apart, noise=None, order=4):
+    """Updates by the simulator and by the reference; compares bits, tallies and, where ``apart``, squares of |x| m."""
     results = []
     for passes_class in (Passes, SimPasses):
         lists = build(case, dtype, nonfinite=True)
         passes = passes_class(members_of(lists.weights))
-        passes.bind_state(lists.exp_avgs, lists.hessians)
+        lives = [w.clone() for w in lists.weights] if apart else None
+        passes.bind_state(lists.exp_avgs, lists.hessians, lives)
         passes.bind_grads(lists.grads)
-        found = None if products is None else products(lists)
+        given, options = None if products is None else products(lists), {"noise_draw": noise, "adaptive": apart}
         with thread_order(order):
-            tallies = passes.step(scalars, cohorts_of(len(lists.weights)), found, SEED, DRAW, noise_draw=noise)
-        results.append((lists, tallies))
-    (expected, expected_tallies), (lists, tallies) = results
-    for column in ("weights", "exp_avgs", "hessians"):
-        assert_same_bits(getattr(lists, column), getattr(expected, column), column)
+            found = passes.step(scalars, cohorts_of(len(lists.weights)), given, SEED, DRAW, **options)
+        results.append(([*lists.weights, *lists.exp_avgs, *lists.hessians, *(lives or [])], found))
+    (expected, expected_found), (tensors, found) = results
+    assert_same_bits(tensors, expected)
     if products is not None:
-        assert_same_bits(tallies[:, 1:], expected_tallies[:, 1:])
-    return lists
+        assert_same_bits(found.tallies[:, 1:], expected_found.tallies[:, 1:])
+    if apart:
+        assert torch.allclose(found.square_sums, expected_found.square_sums, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("order", [0, 1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=pair_id)
-def test_gradients_at_a_probe_give_the_reference_s_curvature(dtype, order):
+@pytest.mark.parametrize("apart", [False, True])
+def test_gradients_at_a_probe_give_the_reference_s_curvature(apart, dtype, order):
     def probed(lists):
         return [Product(p, signed=False, probed=True) for p in lists.products]
 
-    step_like_the_reference(BY_NAME["chunks"], dtype, scalars_for(0.5, "unsigned"), probed, order=order)
+    step_like_the_reference(BY_NAME["chunks"], dtype, scalars_for(0.5, "unsigned"), probed, apart, order=order)
 
 
 @pytest.mark.parametrize("order", [0, 1, 4])
-def test_rows_of_one_launch_may_differ_in_their_products(order):
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_of_one_launch_may_differ_in_their_products(apart, order):
     def mixed(lists):
         kinds = (None, {"signed": True}, {"signed": False}, {"signed": False, "probed": True})
         options = [kinds[i % 4] for i in range(len(lists.products))]
         return [None if o is None else Product(p, **o) for p, o in zip(lists.products, options, strict=True)]
 
     scalars = scalars_for(0.5, "unsigned")
-    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, order=order)
+    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, apart, order=order)
     scalars[1] = scalars[1]._replace(power=1.0)
-    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, order=order)
+    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, apart, order=order)
 
 
 @pytest.mark.parametrize("mode", ["ordinary", "signed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=pair_id)
 @pytest.mark.parametrize("case", [BY_NAME["chunks"], BY_NAME["misaligned"]], ids=pair_id)
-def test_updates_round_at_random_like_the_reference(case, dtype, mode):
+@pytest.mark.parametrize("apart", [False, True])
+def test_updates_round_at_random_like_the_reference(apart, case, dtype, mode):
     products = None if mode == "ordinary" else lambda lists: [Product(p, signed=True) for p in lists.products]
-    step_like_the_reference(case, dtype, scalars_for(0.5, mode), products, noise=torch.tensor([17]))
+    step_like_the_reference(case, dtype, scalars_for(0.5, mode), products, apart, noise=torch.tensor([17]))
 
 
 @pytest.mark.parametrize("mode", ["ordinary", "signed"])
@@ -161,7 +213,7 @@ def test_skipped_cohorts_only_restore(dtype, mode):
     passes.bind_grads(before.grads)
     n = len(lists.weights)
     products = None if mode == "ordinary" else [Product(p, signed=True) for p in lists.products]
-    tallies = passes.step(scalars, cohorts_of(n), products, 1, 2, restore=True)
+    tallies = passes.step(scalars, cohorts_of(n), products, 1, 2, restore=True).tallies
     for column in ("weights", "exp_avgs", "hessians"):
         assert_same_bits(getattr(lists, column)[1::2], getattr(before, column)[1::2], column)
         assert not torch.equal(getattr(lists, column)[-2], getattr(before, column)[-2]) or (mode, column) == (
@@ -169,6 +221,28 @@ def test_skipped_cohorts_only_restore(dtype, mode):
             "hessians",
         )
     assert tallies is None or tallies[1::2].eq(0).all()
+
+
+@pytest.mark.parametrize("odd", ["weights", "apart", "grads", "firsts", "exp_avgs", "hessians", "products"])
+def test_one_operand_at_an_odd_address_is_enough_to_go_without_vectors(odd):
+    results = []
+    for passes_class in (Passes, SimPasses):
+        lists = build(BY_NAME["chunks"], torch.float32)
+        columns = {**lists._asdict(), "apart": [w.clone() for w in lists.weights], "firsts": test_gap.firsts_of(lists)}
+        columns[odd] = [place(t, "misaligned") for t in columns[odd]]
+        passes = passes_class(members_of(columns["weights"]))
+        passes.bind_state(columns["exp_avgs"], columns["hessians"], columns["apart"])
+        passes.bind_grads(columns["grads"])
+        passes.bind_firsts(columns["firsts"])
+        sums = passes.gap_sums()
+        passes.decompose(test_gap.SCALES)
+        products = [Product(p, signed=True) for p in columns["products"]]
+        found = passes.step(scalars_for(0.5, "signed"), cohorts_of(len(products)), products, SEED, DRAW)
+        passes.momentum_ascent(test_apart.SCALES, adaptive=False, seed=SEED, draw=test_apart.NOISE)
+        results.append(([*chain.from_iterable(columns.values())], [sums, found.square_sums]))
+    (expected, expected_sums), (tensors, sums) = results
+    assert_same_bits(tensors, expected)
+    assert torch.allclose(torch.cat(sums), torch.cat(expected_sums), rtol=1e-12, atol=0)
 
 
 # ---- operators on lists -------------------------------------------------------------------------------------------
@@ -192,10 +266,26 @@ def test_list_operators_equal_the_cpu_kernels_bit_for_bit(dtype):
             common = (lists.weights, backups, lists.grads, lists.exp_avgs, lists.hessians)
             library.step_(*common, scalars, cohorts_of(n), indices_of(n), 5, draw)
             tallies = library.refresh_step_(
-                *common, lists.products, scalars, cohorts_of(n), indices_of(n), False, 5, 6, draw
+                *common, lists.products, scalars, cohorts_of(n), indices_of(n), False, 5, 6, draw, int(Sample.SQUARE)
             )
         results.append([*moved, *lists.weights, *lists.exp_avgs, *lists.hessians, tallies[:, 1:]])
         assert_same_sums(sums, lists)
+    assert_same_bits(results[1], results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=pair_id)
+def test_list_operators_of_the_family_equal_the_cpu_kernels_bit_for_bit(dtype):
+    results = []
+    for library in (torch.ops.sassha_fast, OPS):
+        lists = build(BY_NAME["chunks"], dtype)
+        n, firsts = len(lists.weights), test_gap.firsts_of(lists)
+        out = [torch.empty_like(w) for w in lists.weights]
+        common = (test_apart.SCALES, groups_of(n), indices_of(n), True, SEED, test_apart.NOISE)
+        library.momentum_ascent_(out, lists.weights, lists.exp_avgs, *common)
+        sums = library.gap_sums(lists.grads, firsts)
+        assert torch.allclose(sums, test_gap.expected_case(BY_NAME["chunks"], dtype)[0], rtol=1e-12, atol=0)
+        library.decompose_(lists.grads, firsts, test_gap.SCALES, groups_of(n))
+        results.append([*out, *lists.grads])
     assert_same_bits(results[1], results[0])
 
 
@@ -205,11 +295,27 @@ def assert_same_sums(sums, lists):
 
 
 def test_tables_without_chunks_are_refused():
-    table = torch.zeros(1, 13, dtype=torch.int64)
+    table = torch.zeros(1, ROW_WORDS, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="a table on a device needs its chunks"):
         OPS.table_restore(table)
     with pytest.raises(RuntimeError, match=r"chunks must be a contiguous int32 tensor of shape \[3, 2\]"):
         OPS.table_restore(table, torch.zeros(1, 2, dtype=torch.int32), [2, 0, 0, 0])
+
+
+def test_scales_and_scalars_of_another_kind_are_refused():
+    table, chunks = torch.zeros(1, ROW_WORDS, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int32)
+    rest = (chunks, [0, 0, 0, 0])
+    with pytest.raises(RuntimeError, match=r"decompose: scales must be .* of shape \[groups, 2\]"):
+        OPS.table_decompose(table, torch.zeros(2), *rest)
+    with pytest.raises(RuntimeError, match="momentum_ascent: scales must be a contiguous float32 tensor"):
+        OPS.table_momentum_ascent(table, torch.zeros(2, dtype=torch.float64), False, 1, test_apart.NOISE, *rest)
+    with pytest.raises(RuntimeError, match="momentum_ascent: a draw must be one int64"):
+        OPS.table_momentum_ascent(table, torch.zeros(2), False, 1, torch.zeros(1), *rest)
+    scalars = torch.zeros(1, len(StepScalars._fields) - 1, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="apart_step: scalars must be a contiguous float64 tensor"):
+        OPS.table_apart_step(table, scalars, 1, False, 1, None, None, *rest)
+    with pytest.raises(RuntimeError, match="apart_refresh_step: scalars must be a contiguous float64 tensor"):
+        OPS.table_apart_refresh_step(table, scalars, 1, False, 1, 1, None, 0, None, *rest)
 
 
 # ---- the optimizer ------------------------------------------------------------------------------------------------
@@ -270,6 +376,15 @@ def test_an_ordinary_step_of_300_tensors_takes_four_launches():
     assert OPS.launches() - before == 4
 
 
+def test_a_step_apart_of_300_tensors_takes_three_launches():
+    lists = build(Case("three hundred", tuple(Spec((37 * i % 271,)) for i in range(300))), torch.float32)
+    passes, _ = test_apart.bound("cuda_sim", lists)
+    before = OPS.launches()
+    passes.step(scalars_for(0.5, "ordinary"), cohorts_of(300), None, 1, 2)
+    passes.momentum_ascent(test_apart.SCALES, adaptive=False, seed=1, draw=test_apart.NOISE)
+    assert OPS.launches() - before == 3
+
+
 def test_every_dtype_takes_one_launch_per_pass():
     lists, passes = passes_of(BY_NAME["mixed_dtypes"])
     passes.bind_grads(lists.grads)
@@ -310,7 +425,7 @@ def test_tables_stay_in_host_memory_whatever_the_default_device():
 
 def test_mirrors_hold_what_they_were_asked_for_and_frozen_ones_keep_it():
     mirrors = Mirrors(torch.device("cpu"))
-    tables = [torch.full((2, 13), i) for i in range(KEPT + 3)]
+    tables = [torch.full((2, ROW_WORDS), i) for i in range(KEPT + 3)]
     frozen = mirrors.find(tables[0])
     mirrors.kept[0].frozen = True
     for table in tables + tables[::-1]:
@@ -322,7 +437,7 @@ def test_mirrors_hold_what_they_were_asked_for_and_frozen_ones_keep_it():
 
 def test_scalars_that_are_tensors_reach_the_table():
     _, passes = passes_of(BY_NAME["empty_last"])
-    rows = [StepScalars(*map(float, range(14))), StepScalars(*map(float, range(20, 34)))]
+    rows = [StepScalars(*map(float, range(k, k + len(StepScalars._fields)))) for k in (0, 20)]
     mixed = [row._replace(grad_scale=torch.tensor(float(7 + i))) for i, row in enumerate(rows)]
     expected = torch.tensor([row._replace(grad_scale=7.0 + i) for i, row in enumerate(rows)], dtype=torch.float64)
     assert_same_bits(passes.scalar_table(mixed), expected)
@@ -334,67 +449,4 @@ def test_scalars_that_are_tensors_reach_the_table():
 def test_sanitizers_find_nothing():
     done = subprocess.run([LIBRARY.with_name("cuda_sim_watched")], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "9 lists, 292 launches\n"
-
-
-# ---- the library --------------------------------------------------------------------------------------------------
-
-HAS_CUDA = ops.load() is None and torch._C._dispatch_has_kernel_for_dispatch_key("sassha_fast::step_", "CUDA")
-needs_cuda_build = pytest.mark.skipif(not HAS_CUDA, reason="the library was built without CUDA (no nvcc here)")
-
-
-def schemas():
-    text = (Path(__file__).parents[1] / "csrc" / "ops.cpp").read_text()
-    return re.findall(r'm\.def\(\s*"(\w+)\(', text)
-
-
-@needs_cuda_build
-def test_every_operator_has_a_kernel_for_both_devices():
-    names = schemas()
-    assert len(names) == 15
-    for name in names:
-        keys = ("CompositeExplicitAutograd",) if name in ("cpu_isa", "table_chunks") else ("CPU", "CUDA")
-        for key in keys:
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"sassha_fast::{name}", key), (name, key)
-
-
-def dynamic(*options):
-    done = subprocess.run(["readelf", "-W", *options, str(ops.LIBRARY)], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-def test_library_needs_nothing_but_torch_and_the_c_libraries():
-    needed = set(re.findall(r"NEEDED.*\[(.+?)\]", dynamic("-d")))
-    allowed = {
-        "libtorch.so",
-        "libtorch_cpu.so",
-        "libc10.so",
-        "libstdc++.so.6",
-        "libm.so.6",
-        "libgcc_s.so.1",
-        "libc.so.6",
-    }
-    allowed |= {"libpthread.so.0", "libdl.so.2", "librt.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-    assert needed <= allowed
-    # A torch with CUDA brings the current stream along with libtorch.
-    assert "libtorch.so" in needed or not HAS_CUDA
-
-
-def test_undefined_symbols_are_the_stable_abi_or_the_c_libraries():
-    undefined, weak = set(), set()
-    for line in dynamic("--dyn-syms").splitlines():
-        fields = line.split()
-        if "UND" in fields and len(fields) > 7:
-            (weak if fields[4] == "WEAK" else undefined).add(fields[7].split("@")[0])
-    versioned = {line.split()[7].split("@")[0] for line in dynamic("--dyn-syms").splitlines() if "@" in line}
-    stable = re.compile(r"^(aoti_torch_|torch_|_ZNSt|_ZNKSt|_ZSt|_ZTVN10__cxxabiv1|_Zn|_Zd|__cxa_|__gxx_|_Unwind_)")
-    foreign = {name for name in undefined - versioned if not stable.match(name)}
-    assert foreign == set()
-    assert not any(name.startswith(("cuda", "cu", "__cuda")) for name in undefined)
-    optional = {"aoti_torch_get_current_cuda_stream"} if HAS_CUDA else set()
-    assert {name for name in weak if name.startswith(("aoti", "torch"))} == optional
-
-
-@needs_cuda_build
-def test_cuda_kernels_are_in_the_library():
-    assert ".nv_fatbin" in dynamic("-S")
+    assert done.stdout == "9 lists, 670 launches\n"

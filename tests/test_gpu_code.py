@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,21 @@ MAIN = {
     "square_sum": [("square_sum", "float", "")],
     "perturb": [("perturb", "float", ""), ("perturb", "float", "adaptive")],
     "restore": [("restore", "float", "")],
+    "momentum_ascent": [("momentum_ascent", "float", ""), ("momentum_ascent", "float", "adaptive")],
+    "gap_sums": [("gap_sums", "float", "")],
+    "decompose": [("decompose", "float", "")],
     "probe": [("probe", "float", "")],
-    "step": [("step", "float", power) for power in prove_gpu.POWERS],
-    "refresh_step": [("refresh_step", "float", power) for power in prove_gpu.POWERS],
+    **{
+        name: [(name, "float", power) for power in prove_gpu.POWERS]
+        for name in ("step", "refresh_step", "apart_step", "apart_refresh_step")
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def kernels():
     found = prove_gpu.read_objects(OBJECTS, 80)
-    assert len(found) == 54, sorted(found)
+    assert len(found) == 95, sorted(found)
     return found
 
 
@@ -56,7 +62,7 @@ def test_no_kernel_spills_registers(kernels):
 
 def test_no_multiplication_is_contracted_with_an_addition(kernels):
     """The divisions and roots are built of FFMA, so what is counted is a kernel that has neither."""
-    for label in (("perturb", "float", ""), ("perturb", "float", "adaptive"), ("probe", "float", "")):
+    for label in chain.from_iterable(MAIN[name] for name in ("perturb", "momentum_ascent", "decompose", "probe")):
         assert not any(i.opcode.startswith("FFMA") for i in kernels[label].code), label
 
 
@@ -92,6 +98,13 @@ def test_reader_is_not_misled_by_cold_code_that_jumps_back():
     )
     kernel = sass.Kernel("k", 80, 40, 0, 0, sass.instructions(cold))
     assert {i.address for i in kernel.hot_loop} == {0x20, 0x30, 0x40, 0xA0, 0xB0}
+
+
+@pytest.mark.parametrize("branch", ["BRA.U UP0, 0x0040", "BRA !P5, 0x0040", "BRA.DIV UR5, 0x0040"])
+def test_reader_knows_conditions_among_operands(branch):
+    inside = LISTING.replace("STG.E.64 [R2.64], R4 ;", f"{branch} ;")
+    kernel = sass.Kernel("k", 80, 40, 0, 0, sass.instructions(inside))
+    assert [i.address for i in kernel.hot_loop] == [0x20, 0x30, 0x40]
 
 
 @pytest.mark.parametrize(

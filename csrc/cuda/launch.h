@@ -37,9 +37,16 @@ struct PartialSum {
   int64_t group;
 };
 
-// `partials` has room for every chunk, `sums` for every group.
-void square_sums(const DeviceRows& rows, bool adaptive, int64_t n_groups, PartialSum* partials, double* sums,
-                 Queue queue);
+// Memory for sums of squares: `partials` of every chunk, `totals` of every group.
+struct GroupSums {
+  PartialSum* partials;
+  double* totals;
+  int64_t n_groups;
+};
+
+void square_sums(const DeviceRows& rows, bool adaptive, const GroupSums& sums, Queue queue);
+// From the partial sums of all chunks to the totals.
+void finish_sums(const DeviceRows& rows, const GroupSums& sums, Queue queue);
 
 // ---- perturb -------------------------------------------------------------------------------------------------
 
@@ -51,6 +58,14 @@ struct AscentArgs {
 
 void perturb(const DeviceRows& rows, bool adaptive, const AscentArgs& args, Queue queue);
 void restore(const DeviceRows& rows, Queue queue);
+// Parameters from x, which lives in the backups for good, and from the momentum.
+void momentum_ascent(const DeviceRows& rows, bool adaptive, const AscentArgs& args, Queue queue);
+
+// ---- gap -----------------------------------------------------------------------------------------------------
+
+// Sums over all rows, of their gradients and those of the first pass. `partials` has room for every chunk.
+void gap_sums(const DeviceRows& rows, GapSums* partials, GapSums* total, Queue queue);
+void decompose(const DeviceRows& rows, const GapScales* scales, Queue queue);
 
 // ---- probe ---------------------------------------------------------------------------------------------------
 
@@ -64,12 +79,19 @@ struct StepArgs {
   uint64_t seed;
   uint32_t draw;              // of the signs of a product that is not signed yet
   const int64_t* noise_draw;  // of the rounding noise of reduced-precision parameters; null rounds to nearest
+  Sample sample;              // what a refresh adds to D
+  bool adaptive;              // where x lives apart, squares are of |x| m
 };
 
-// `power` is the one that all cohorts share, if there is one that is known.
-void step(const DeviceRows& rows, const StepArgs& args, std::optional<double> power, Queue queue);
-// `partials` has room for every chunk, `tallies` for every row.
-void refresh_step(const DeviceRows& rows, const StepArgs& args, std::optional<double> power, Tally* partials,
-                  Tally* tallies, Queue queue);
+// Memory for what a refresh saw: `partials` of every chunk, `totals` of every row.
+struct Tallies {
+  Tally* partials;
+  Tally* totals;
+};
+
+// `power` is the one that all cohorts share, if there is one that is known. With `tallies` the update is a refresh.
+// With `squares` x lives apart: it is updated in the backups, and squares of m are added up.
+void step(const DeviceRows& rows, const StepArgs& args, std::optional<double> power,
+          const std::optional<Tallies>& tallies, const std::optional<GroupSums>& squares, Queue queue);
 
 }  // namespace sassha::cuda

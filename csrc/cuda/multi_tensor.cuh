@@ -117,6 +117,10 @@ __device__ __forceinline__ void round_stochastically(float (&values)[kWidth], co
 
 // ---- sums ----------------------------------------------------------------------------------------------------
 
+// The product of two floats is exact in double, so fusing it with the addition changes no bit.
+__device__ __forceinline__ double add_product(double sum, double a, double b) { return fma(a, b, sum); }
+__device__ __forceinline__ double add_square(double sum, double v) { return add_product(sum, v, v); }
+
 // Adds up each value over the block, in an order that depends on nothing. Thread 0 has the result.
 template <int kValues>
 __device__ __forceinline__ void block_sum(double (&values)[kValues]) {

@@ -5,9 +5,6 @@
 
 namespace sassha::cuda {
 
-// The square of a float is exact in double, so fusing it with the addition changes no bit.
-__device__ __forceinline__ double add_square(double sum, double v) { return fma(v, v, sum); }
-
 template <typename T, bool kAdaptive>
 __global__ void __launch_bounds__(kThreads) square_sum_kernel(Table table, PartialSum* partials) {
   using C = Compute<T>;

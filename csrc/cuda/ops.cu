@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
+#include <tuple>
 #include <vector>
 
 #include "../library.h"
@@ -24,26 +25,56 @@ AscentArgs ascent_args(const Tensor& scales, int64_t seed, const Tensor& draw) {
   return {data<const float>(scales), static_cast<uint64_t>(seed), data<const int64_t>(draw)};
 }
 
-StepArgs step_args(const Tensor& scalars, int64_t seed, int64_t draw, const std::optional<Tensor>& noise_draw) {
-  return {data<const StepScalars<double>>(scalars), static_cast<uint64_t>(seed), static_cast<uint32_t>(draw),
-          noise_draw.has_value() ? data<const int64_t>(*noise_draw) : nullptr};
+StepArgs step_args(const Tensor& scalars, int64_t seed, int64_t draw, const std::optional<Tensor>& noise_draw,
+                   int64_t sample = kMagnitude, bool adaptive = false) {
+  return {data<const StepScalars<double>>(scalars),
+          static_cast<uint64_t>(seed),
+          static_cast<uint32_t>(draw),
+          noise_draw.has_value() ? data<const int64_t>(*noise_draw) : nullptr,
+          static_cast<Sample>(sample),
+          adaptive};
 }
 
-// The passes with the memory that they need on the device; `like` is a tensor there.
+// Memory that the passes need on the device, where `like` is.
+struct SquareMemory {
+  SquareMemory(const DeviceRows& rows, const Tensor& like, int64_t n_groups)
+      : partials(new_tensor(like, {rows.n_chunks(), 2}, ScalarType::Double)),
+        totals(new_tensor(like, {n_groups}, ScalarType::Double)) {
+    static_assert(sizeof(PartialSum) == 2 * sizeof(double), "two words of a float64 tensor");
+  }
+  GroupSums sums() const { return {data<PartialSum>(partials), data<double>(totals), totals.size(0)}; }
+
+  Tensor partials, totals;
+};
+
+struct TallyMemory {
+  TallyMemory(const DeviceRows& rows, const Tensor& like)
+      : partials(new_tensor(like, {rows.n_chunks(), kTallyWords}, ScalarType::Double)),
+        totals(new_tensor(like, {rows.size, kTallyWords}, ScalarType::Double)) {}
+  Tallies tallies() const { return {data<Tally>(partials), data<Tally>(totals)}; }
+
+  Tensor partials, totals;
+};
+
+// The passes with it.
 Tensor square_sums_in(const DeviceRows& rows, const Tensor& like, bool adaptive, int64_t n_groups, Queue queue) {
-  static_assert(sizeof(PartialSum) == 2 * sizeof(double), "two words of a float64 tensor");
-  const Tensor partials = new_tensor(like, {rows.n_chunks(), 2}, ScalarType::Double);
-  Tensor sums = new_tensor(like, {n_groups}, ScalarType::Double);
-  square_sums(rows, adaptive, n_groups, data<PartialSum>(partials), data<double>(sums), queue);
-  return sums;
+  const SquareMemory memory(rows, like, n_groups);
+  square_sums(rows, adaptive, memory.sums(), queue);
+  return memory.totals;
 }
 
 Tensor refresh_step_in(const DeviceRows& rows, const Tensor& like, const StepArgs& args, std::optional<double> power,
                        Queue queue) {
-  const Tensor partials = new_tensor(like, {rows.n_chunks(), kTallyWords}, ScalarType::Double);
-  Tensor tallies = new_tensor(like, {rows.size, kTallyWords}, ScalarType::Double);
-  refresh_step(rows, args, power, data<Tally>(partials), data<Tally>(tallies), queue);
-  return tallies;
+  const TallyMemory memory(rows, like);
+  step(rows, args, power, memory.tallies(), std::nullopt, queue);
+  return memory.totals;
+}
+
+Tensor gap_sums_in(const DeviceRows& rows, const Tensor& like, Queue queue) {
+  const Tensor partials = new_tensor(like, {rows.n_chunks(), kGapWords}, ScalarType::Double);
+  Tensor total = new_tensor(like, {kGapWords}, ScalarType::Double);
+  gap_sums(rows, data<GapSums>(partials), data<GapSums>(total), queue);
+  return total;
 }
 
 // ---- lists ---------------------------------------------------------------------------------------------------
@@ -106,13 +137,31 @@ struct Cuda {
   static void step(const std::vector<Row>& rows, const Tensor& like, const Tensor& scalars, int64_t seed,
                    const std::optional<Tensor>& noise_draw) {
     const Upload there(rows, like);
-    cuda::step(there.rows(), step_args(scalars, seed, 0, noise_draw), std::nullopt, there.queue());
+    cuda::step(there.rows(), step_args(scalars, seed, 0, noise_draw), std::nullopt, std::nullopt, std::nullopt,
+               there.queue());
   }
 
   static Tensor refresh_step(const std::vector<Row>& rows, const Tensor& like, const Tensor& scalars, int64_t seed,
-                             int64_t draw, const std::optional<Tensor>& noise_draw) {
+                             int64_t draw, const std::optional<Tensor>& noise_draw, int64_t sample) {
     const Upload there(rows, like);
-    return refresh_step_in(there.rows(), like, step_args(scalars, seed, draw, noise_draw), std::nullopt, there.queue());
+    return refresh_step_in(there.rows(), like, step_args(scalars, seed, draw, noise_draw, sample), std::nullopt,
+                           there.queue());
+  }
+
+  static void momentum_ascent(const std::vector<Row>& rows, const Tensor& like, const Tensor& scales, bool adaptive,
+                              int64_t seed, const Tensor& draw) {
+    const Upload there(rows, like);
+    cuda::momentum_ascent(there.rows(), adaptive, ascent_args(scales, seed, draw), there.queue());
+  }
+
+  static Tensor gap_sums(const std::vector<Row>& rows, const Tensor& like) {
+    const Upload there(rows, like);
+    return gap_sums_in(there.rows(), like, there.queue());
+  }
+
+  static void decompose(const std::vector<Row>& rows, const Tensor& like, const Tensor& scales) {
+    const Upload there(rows, like);
+    cuda::decompose(there.rows(), data<const GapScales>(scales), there.queue());
   }
 };
 
@@ -158,15 +207,63 @@ void op_table_step(Tensor table, Tensor scalars, int64_t seed, std::optional<Ten
                    std::optional<double> power, std::optional<Tensor> chunks, Ints counts) {
   const OnDevice on(table.get_device_index());
   check_scalars("sassha_table_step", scalars, {}, table);
-  step(rows_in("sassha_table_step", table, chunks, counts), step_args(scalars, seed, 0, noise_draw), power, on.queue());
+  step(rows_in("sassha_table_step", table, chunks, counts), step_args(scalars, seed, 0, noise_draw), power,
+       std::nullopt, std::nullopt, on.queue());
 }
 
 Tensor op_table_refresh_step(Tensor table, Tensor scalars, int64_t seed, int64_t draw, std::optional<Tensor> noise_draw,
-                             std::optional<double> power, std::optional<Tensor> chunks, Ints counts) {
+                             int64_t sample, std::optional<double> power, std::optional<Tensor> chunks, Ints counts) {
   const OnDevice on(table.get_device_index());
   check_scalars("sassha_table_refresh_step", scalars, {}, table);
   return refresh_step_in(rows_in("sassha_table_refresh_step", table, chunks, counts), table,
-                         step_args(scalars, seed, draw, noise_draw), power, on.queue());
+                         step_args(scalars, seed, draw, noise_draw, sample), power, on.queue());
+}
+
+// x is in the backups for good.
+Tensor op_table_apart_step(Tensor table, Tensor scalars, int64_t n_groups, bool adaptive, int64_t seed,
+                           std::optional<Tensor> noise_draw, std::optional<double> power, std::optional<Tensor> chunks,
+                           Ints counts) {
+  const OnDevice on(table.get_device_index());
+  check_scalars("sassha_table_apart_step", scalars, {}, table);
+  const DeviceRows rows = rows_in("sassha_table_apart_step", table, chunks, counts);
+  const SquareMemory squares(rows, table, n_groups);
+  step(rows, step_args(scalars, seed, 0, noise_draw, kMagnitude, adaptive), power, std::nullopt, squares.sums(),
+       on.queue());
+  return squares.totals;
+}
+
+std::tuple<Tensor, Tensor> op_table_apart_refresh_step(Tensor table, Tensor scalars, int64_t n_groups, bool adaptive,
+                                                       int64_t seed, int64_t draw, std::optional<Tensor> noise_draw,
+                                                       int64_t sample, std::optional<double> power,
+                                                       std::optional<Tensor> chunks, Ints counts) {
+  const OnDevice on(table.get_device_index());
+  check_scalars("sassha_table_apart_refresh_step", scalars, {}, table);
+  const DeviceRows rows = rows_in("sassha_table_apart_refresh_step", table, chunks, counts);
+  const TallyMemory tallies(rows, table);
+  const SquareMemory squares(rows, table, n_groups);
+  step(rows, step_args(scalars, seed, draw, noise_draw, sample, adaptive), power, tallies.tallies(), squares.sums(),
+       on.queue());
+  return {tallies.totals, squares.totals};
+}
+
+void op_table_momentum_ascent(Tensor table, Tensor scales, bool adaptive, int64_t seed, Tensor draw,
+                              std::optional<Tensor> chunks, Ints counts) {
+  const OnDevice on(table.get_device_index());
+  check_scales("sassha_table_momentum_ascent", scales, {}, table);
+  check_draw("sassha_table_momentum_ascent", draw, table);
+  momentum_ascent(rows_in("sassha_table_momentum_ascent", table, chunks, counts), adaptive,
+                  ascent_args(scales, seed, draw), on.queue());
+}
+
+Tensor op_table_gap_sums(Tensor table, std::optional<Tensor> chunks, Ints counts) {
+  const OnDevice on(table.get_device_index());
+  return gap_sums_in(rows_in("sassha_table_gap_sums", table, chunks, counts), table, on.queue());
+}
+
+void op_table_decompose(Tensor table, Tensor scales, std::optional<Tensor> chunks, Ints counts) {
+  const OnDevice on(table.get_device_index());
+  check_gap_scales("sassha_table_decompose", scales, {}, table);
+  decompose(rows_in("sassha_table_decompose", table, chunks, counts), data<const GapScales>(scales), on.queue());
 }
 
 }  // namespace
@@ -179,4 +276,9 @@ SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, SASSHA_DISPATCH, m) {
   m.impl("table_restore", TORCH_BOX(&sassha::cuda::op_table_restore));
   m.impl("table_step", TORCH_BOX(&sassha::cuda::op_table_step));
   m.impl("table_refresh_step", TORCH_BOX(&sassha::cuda::op_table_refresh_step));
+  m.impl("table_apart_step", TORCH_BOX(&sassha::cuda::op_table_apart_step));
+  m.impl("table_apart_refresh_step", TORCH_BOX(&sassha::cuda::op_table_apart_refresh_step));
+  m.impl("table_momentum_ascent", TORCH_BOX(&sassha::cuda::op_table_momentum_ascent));
+  m.impl("table_gap_sums", TORCH_BOX(&sassha::cuda::op_table_gap_sums));
+  m.impl("table_decompose", TORCH_BOX(&sassha::cuda::op_table_decompose));
 }

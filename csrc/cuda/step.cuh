@@ -32,15 +32,20 @@ struct Common {
   StepScalars<C> scalars;
   uint32_t noise_draw;
   uint32_t words[kSignWords];  // signs of a refresh
+
+  // Reads this memory: a piece of the table would stay in registers.
+  __device__ Piece piece() const { return {row, begin, extent.size}; }
 };
 
-// Ends in a barrier.
-template <typename T, typename C>
+// Where x lives apart the update writes it back to the backup. Ends in a barrier.
+template <typename T, bool kApart, typename C>
 __device__ __forceinline__ void share(Common<C>& common, const Piece& piece, const StepArgs& args) {
   if (threadIdx.x == 0) {
     const Row& row = piece.row;
-    const bool wide = aligned(row.param, row.backup, row.grad, row.exp_avg, row.hessian, row.product);
+    const int64_t updated = kApart ? row.backup : row.param;
+    const bool wide = aligned(updated, row.backup, row.grad, row.exp_avg, row.hessian, row.product);
     common.row = row;
+    common.row.param = updated;
     common.begin = piece.begin;
     common.extent = extent_of<kVector<T>>(piece.size, wide);
     common.scalars = rounded<C>(args.scalars[row.cohort]);
@@ -49,8 +54,36 @@ __device__ __forceinline__ void share(Common<C>& common, const Piece& piece, con
   __syncthreads();
 }
 
-template <typename T, Power kPower, bool kRefresh>
-__device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, const StepArgs& args, Count* counts) {
+// Adds squares of m, or of |x| m for x as it is stored, to the sum of this thread.
+template <typename T, int kWidth>
+__device__ __forceinline__ void add_squares(double* squares, const Compute<T> (&m)[kWidth],
+                                            const Compute<T> (&x)[kWidth], bool adaptive) {
+  double sum = squares[thread_index()];
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    sum = add_square(sum, adaptive ? absolute(widen(narrow<T>(x[j]))) * m[j] : m[j]);
+  }
+  squares[thread_index()] = sum;
+}
+
+// Leaves m and D as they are, and x, which returns to the parameter unless it lives apart.
+template <typename T, bool kApart>
+__device__ __forceinline__ void skip_piece(const Common<Compute<T>>& common, const StepArgs& args, double* squares) {
+  if constexpr (kApart) {
+    for_each<kVector<T>>(common.extent, [&](auto width, int offset) {
+      Compute<T> x[decltype(width)::value], m[decltype(width)::value];
+      load(at<const T>(common.row.backup, common.begin + offset), x);
+      load(at<const Compute<T>>(common.row.exp_avg, common.begin + offset), m);
+      add_squares<T>(squares, m, x, args.adaptive);
+    });
+  } else {
+    copy<T>(common.piece(), common.row.param, common.row.backup);
+  }
+}
+
+template <typename T, Power kPower, bool kRefresh, bool kApart>
+__device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, const StepArgs& args, Count* counts,
+                                           double* squares) {
   using C = Compute<T>;
   const StepScalars<C>& s = common.scalars;
   const Row& row = common.row;
@@ -75,16 +108,17 @@ __device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, con
         seen.trace += known ? static_cast<double>(h[j]) : 0.0;
         seen.negative += known && h[j] < 0 ? 1 : 0;
         seen.finite += known ? 1 : 0;
+        h[j] = sampled(h[j], args.sample);
       }
       counts[thread_index()] = seen;
 #pragma unroll
       for (int j = 0; j < n; ++j) {
         forget_shared();
-        // A product that is not finite leaves D and its correction as they were.
+        // A sample that is not finite leaves D and its correction as they were.
         const bool known = is_finite(h[j]);
         d[j] = known ? curvature(d[j], h[j], s) : d[j];
         denom[j] = any_denominator<kPower>(d[j], known ? s.bias2 : s.bias2_kept, s);
-        unknown |= static_cast<uint32_t>(sign_bit(d[j])) << j;
+        unknown |= static_cast<uint32_t>(is_unknown(d[j])) << j;
       }
       forget_shared();
       store(at<C>(row.hessian, common.begin + offset), d);
@@ -94,7 +128,7 @@ __device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, con
       for (int j = 0; j < n; ++j) {
         forget_shared();
         denom[j] = any_denominator<kPower>(d[j], s.bias2, s);
-        unknown |= static_cast<uint32_t>(sign_bit(d[j])) << j;
+        unknown |= static_cast<uint32_t>(is_unknown(d[j])) << j;
       }
     }
     load(at<const T>(row.backup, common.begin + offset), x);
@@ -103,7 +137,7 @@ __device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, con
     for (int j = 0; j < n; ++j) {
       forget_shared();
       m[j] = momentum(m[j], g[j], s);
-      x[j] = descend(x[j], m[j], times_sign(C(1), (unknown >> j) & 1u), denom[j], s);
+      x[j] = descend(x[j], m[j], times_sign(C(0), (unknown >> j) & 1u), denom[j], s);
     }
     if constexpr (sizeof(T) == 2) {
       if (args.noise_draw != nullptr) {
@@ -114,48 +148,60 @@ __device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, con
     forget_shared();
     store(at<T>(row.param, common.begin + offset), x);
     store(at<C>(row.exp_avg, common.begin + offset), m);
+    if constexpr (kApart) add_squares<T>(squares, m, x, args.adaptive);
   });
 }
 
-template <typename T, Power kPower>
-__global__ void __launch_bounds__(kThreads, kStepBlocks<T>) step_kernel(Table table, StepArgs args) {
+__device__ __forceinline__ void write_squares(const double* squares, int64_t group, PartialSum* partials) {
+  double sum[1] = {squares[threadIdx.x]};
+  block_sum(sum);
+  if (threadIdx.x == 0) partials[blockIdx.x] = {sum[0], group};
+}
+
+template <typename T, Power kPower, bool kApart>
+__global__ void __launch_bounds__(kThreads, kStepBlocks<T>)
+    step_kernel(Table table, StepArgs args, PartialSum* partial_squares) {
   __shared__ Common<Compute<T>> common;
-  const Piece piece = piece_of(table);
-  share<T>(common, piece, args);
+  __shared__ double squares[kThreads];  // its own for every thread, and in shared memory for the sake of registers
+  share<T, kApart>(common, piece_of(table), args);
+  if constexpr (kApart) squares[threadIdx.x] = 0;
   if (common.scalars.skip != 0) {
-    copy<T>(piece, piece.row.param, piece.row.backup);
-    return;
+    skip_piece<T, kApart>(common, args, squares);
+  } else {
+    step_piece<T, kPower, false, kApart>(common, args, nullptr, squares);
   }
-  step_piece<T, kPower, false>(common, args, nullptr);
+  if constexpr (kApart) write_squares(squares, common.row.group, partial_squares);
 }
 
 // Rows without a product take the ordinary update.
-template <typename T, Power kPower>
+template <typename T, Power kPower, bool kApart>
 __global__ void __launch_bounds__(kThreads, kStepBlocks<T>)
-    refresh_step_kernel(Table table, StepArgs args, Tally* partials) {
+    refresh_step_kernel(Table table, StepArgs args, Tally* partials, PartialSum* partial_squares) {
   __shared__ Common<Compute<T>> common;
-  const Piece piece = piece_of(table);
-  share<T>(common, piece, args);
-  const Product product = product_of(piece.row);
-  __shared__ Count counts[kThreads];  // its own for every thread, and in shared memory for the sake of registers
+  __shared__ Count counts[kThreads];  // like the squares
+  __shared__ double squares[kThreads];
+  share<T, kApart>(common, piece_of(table), args);
+  const Product product = product_of(common.row);
   counts[threadIdx.x] = {0, 0, 0};
+  if constexpr (kApart) squares[threadIdx.x] = 0;
   if (common.scalars.skip != 0) {
-    copy<T>(piece, piece.row.param, piece.row.backup);
+    skip_piece<T, kApart>(common, args, squares);
   } else if (product == Product::kNone) {
-    step_piece<T, kPower, false>(common, args, nullptr);
+    step_piece<T, kPower, false, kApart>(common, args, nullptr, squares);
   } else {
     if (product == Product::kSigned) {  // has its signs already: every further one is +1
       for (int i = static_cast<int>(threadIdx.x); i < kSignWords; i += kThreads) common.words[i] = 0;
       __syncthreads();
     } else {
-      draw_signs(common.words, {args.seed, static_cast<uint32_t>(piece.row.index), args.draw}, piece);
+      draw_signs(common.words, {args.seed, static_cast<uint32_t>(common.row.index), args.draw}, common.piece());
     }
-    step_piece<T, kPower, true>(common, args, counts);
+    step_piece<T, kPower, true, kApart>(common, args, counts, squares);
   }
   const Count count = counts[threadIdx.x];
   double sums[3] = {count.trace, static_cast<double>(count.negative), static_cast<double>(count.finite)};
   block_sum(sums);
   if (threadIdx.x == 0) partials[blockIdx.x] = {sums[0], sums[1], sums[2]};
+  if constexpr (kApart) write_squares(squares, common.row.group, partial_squares);
 }
 
 // One block for each row.
