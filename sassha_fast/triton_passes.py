@@ -28,7 +28,8 @@ from .tables import (
     ROW_WORDS,
     TablePasses,
 )
-from .triton_kernels import access, math, norm, perturb, probe, step
+from .triton_kernels import access, gap, math, norm, perturb, probe, step
+from .variant import Sample
 
 __all__ = ["Chunks", "TritonPasses"]
 
@@ -37,7 +38,7 @@ DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float64: 1, torch.bflo
 KERNEL_DTYPES = (tl.float32, tl.float64, tl.bfloat16, tl.float16)
 REDUCED = (2, 3)
 CHUNK: int = access.CHUNK.value
-TALLY_WORDS = 3
+TALLY_WORDS, GAP_WORDS = 3, 3
 SPAN = 8 * CHUNK  # partial results that one program adds: a single one would add those of a huge tensor for too long
 
 
@@ -270,16 +271,36 @@ class TritonPasses(TablePasses):
 
     def kernel_perturb(self, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
         """See :meth:`TablePasses.kernel_perturb`."""
-        table = self.device_table()
-        for kind, chunks in self.chunks.launches:
-            constants = {"T": KERNEL_DTYPES[kind], "ADAPTIVE": adaptive}
-            self.launcher(perturb.perturb, len(chunks), table, chunks, scales, draw, seed, **constants)
+        self._ascend(perturb.perturb, scales, adaptive, seed, draw)
 
     def kernel_restore(self) -> None:
         """See :meth:`TablePasses.kernel_restore`."""
         table = self.device_table()
         for kind, chunks in self.chunks.launches:
             self.launcher(perturb.restore, len(chunks), table, chunks, T=KERNEL_DTYPES[kind])
+
+    def kernel_momentum_ascent(self, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
+        """See :meth:`TablePasses.kernel_momentum_ascent`."""
+        self._ascend(perturb.momentum_ascent, scales, adaptive, seed, draw)
+
+    def _ascend(self, kernel: Any, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
+        table = self.device_table()
+        for kind, chunks in self.chunks.launches:
+            constants = {"T": KERNEL_DTYPES[kind], "ADAPTIVE": adaptive}
+            self.launcher(kernel, len(chunks), table, chunks, scales, draw, seed, **constants)
+
+    def kernel_gap_sums(self) -> Tensor:
+        """See :meth:`TablePasses.kernel_gap_sums`."""
+        table, partials = self.device_table(), self._doubles(self.chunks.total, GAP_WORDS)
+        for kind, chunks in self.chunks.launches:
+            self.launcher(gap.gap_sums, len(chunks), table, chunks, partials, T=KERNEL_DTYPES[kind])
+        return self._finish(partials, self.chunks.group_spans, GAP_WORDS).sum(0)
+
+    def kernel_decompose(self, scales: Tensor) -> None:
+        """See :meth:`TablePasses.kernel_decompose`."""
+        table = self.device_table()
+        for kind, chunks in self.chunks.launches:
+            self.launcher(gap.decompose, len(chunks), table, chunks, scales, T=KERNEL_DTYPES[kind])
 
     def kernel_rademacher(self, outs: list[Tensor], indices: list[int], seed: int, draw: int) -> None:
         """See :meth:`TablePasses.kernel_rademacher`."""
@@ -305,21 +326,56 @@ class TritonPasses(TablePasses):
 
     def kernel_step(self, scalars: Tensor, seed: int, noise_draw: Tensor | None) -> None:
         """See :meth:`TablePasses.kernel_step`."""
-        self._step(scalars, None, seed, 0, noise_draw)
+        self._step(scalars, seed, 0, noise_draw)
 
-    def kernel_refresh_step(self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None) -> Tensor:
+    def kernel_refresh_step(
+        self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None, sample: Sample
+    ) -> Tensor:
         """See :meth:`TablePasses.kernel_refresh_step`."""
-        partials = self._doubles(self.chunks.total, TALLY_WORDS).zero_()  # what a skipped update counts
-        self._step(scalars, partials, seed, draw, noise_draw)
-        return self._finish(partials, self.chunks.row_spans, TALLY_WORDS)
+        tallies = self._no_tallies()
+        self._step(scalars, seed, draw, noise_draw, tallies=tallies, sample=sample)
+        return self._finish(tallies, self.chunks.row_spans, TALLY_WORDS)
 
-    def _step(self, scalars: Tensor, tallies: Tensor | None, seed: int, draw: int, noise: Tensor | None) -> None:
+    def kernel_apart_step(self, scalars: Tensor, adaptive: bool, seed: int, noise_draw: Tensor | None) -> Tensor:
+        """See :meth:`TablePasses.kernel_apart_step`."""
+        squares = self._doubles(self.chunks.total)
+        self._step(scalars, seed, 0, noise_draw, squares=squares, adaptive=adaptive)
+        return self._finish(squares, self.chunks.group_spans, 1).flatten()
+
+    def kernel_apart_refresh_step(
+        self, scalars: Tensor, adaptive: bool, seed: int, draw: int, noise_draw: Tensor | None, sample: Sample
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`TablePasses.kernel_apart_refresh_step`."""
+        tallies, squares = self._no_tallies(), self._doubles(self.chunks.total)
+        self._step(scalars, seed, draw, noise_draw, tallies=tallies, sample=sample, squares=squares, adaptive=adaptive)
+        sums = self._finish(squares, self.chunks.group_spans, 1).flatten()
+        return self._finish(tallies, self.chunks.row_spans, TALLY_WORDS), sums
+
+    def _no_tallies(self) -> Tensor:
+        """Tallies of all chunks, as a skipped update leaves them."""
+        return self._doubles(self.chunks.total, TALLY_WORDS).zero_()
+
+    def _step(
+        self,
+        scalars: Tensor,
+        seed: int,
+        draw: int,
+        noise: Tensor | None,
+        *,
+        tallies: Tensor | None = None,
+        sample: Sample = Sample.ABS,
+        squares: Tensor | None = None,
+        adaptive: bool = False,
+    ) -> None:
+        """The update; with products where there are ``tallies`` to fill, apart where there are ``squares``."""
         table = self.device_table()
+        constants = {"POWER": self.power, "REFRESH": tallies is not None, "SAMPLE": int(sample)}
+        constants |= {"APART": squares is not None, "ADAPTIVE": adaptive}
         for kind, chunks in self.chunks.launches:
             at_random = noise is not None and kind in REDUCED
-            constants = {"POWER": self.power, "REFRESH": tallies is not None, "AT_RANDOM": at_random}
-            tensors = (table, chunks, scalars, tallies, noise if at_random else None)
-            self.launcher(step.step, len(chunks), *tensors, seed, draw, T=KERNEL_DTYPES[kind], **constants)
+            tensors = (table, chunks, scalars, tallies, squares, noise if at_random else None)
+            form = {"T": KERNEL_DTYPES[kind], "AT_RANDOM": at_random, **constants}
+            self.launcher(step.step, len(chunks), *tensors, seed, draw, **form)
 
 
 def _same_order(tensor: Tensor, weight: Tensor) -> bool:

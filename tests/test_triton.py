@@ -98,8 +98,8 @@ def stepped(kind, dtype, scalars, *, products=None, noise=None, restore=False):
     passes.bind_grads(lists.grads)
     if products is not None:
         products = [Product(p, **products) for p in lists.products]
-    tally = passes.step(scalars, [0] * 3, products, SEED, DRAW, restore=restore, noise_draw=noise)
-    return [*lists.weights, *lists.exp_avgs, *lists.hessians], tally
+    found = passes.step(scalars, [0] * 3, products, SEED, DRAW, restore=restore, noise_draw=noise)
+    return [*lists.weights, *lists.exp_avgs, *lists.hessians], found.tallies
 
 
 def scalars_with(**request):
