@@ -149,12 +149,12 @@ def step_of(
         noise = noise_bits(seed, tl.load(row + INDEX), noise_draw, begin, CHUNK_ROWS, UPDATE_NOISE)
         moved = round_stochastically(moved, noise, T)
     written = narrow(moved, T)
+    if APART:  # before the stores, which need registers for addresses
+        tl.store(square, momentum_squares(row, begin, m, widen(written), ADAPTIVE, FULL))
     store(row, param, begin, written, T, FULL)
     store(row, exp_avg, begin, m, C, FULL)
     if REFRESH:
         store(row, hessian, begin, d, C, FULL)
-    if APART:
-        tl.store(square, momentum_squares(row, begin, m, widen(written), ADAPTIVE, FULL))
 
 
 @triton.jit(do_not_specialize=["seed", "draw"])
