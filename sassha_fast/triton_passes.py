@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,117 +27,17 @@ from .tables import (
     ROW_WORDS,
     TablePasses,
 )
-from .triton_kernels import access, math, norm, perturb, probe, step
+from .triton_kernels import access, gap, math, norm, perturb, probe, step
+from .triton_launch import Chunks, Launcher, uploaded
+from .variant import Sample
 
-__all__ = ["Chunks", "TritonPasses"]
+__all__ = ["TritonPasses"]
 
 # DType of csrc/params.h, and what the kernels call it.
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 KERNEL_DTYPES = (tl.float32, tl.float64, tl.bfloat16, tl.float16)
 REDUCED = (2, 3)
-CHUNK: int = access.CHUNK.value
-TALLY_WORDS = 3
-SPAN = 8 * CHUNK  # partial results that one program adds: a single one would add those of a huge tensor for too long
-
-
-def _uploaded(values: Tensor, device: torch.device, kept: list[Tensor] | None = None) -> Tensor:
-    """The values in memory of the device, by a copy that nobody waits for.
-
-    The copy reads pinned memory, which torch does not hand out again before it is done. A copy that is captured reads
-    it at every replay, so it must outlive the graph: ``kept`` gets it.
-    """
-    if device.type == "cpu":
-        return values
-    pinned = values.pin_memory()
-    if kept is not None and torch.cuda.is_current_stream_capturing():
-        kept.append(pinned)
-    return pinned.to(device, non_blocking=True)
-
-
-class Chunks:
-    """Which chunk of which row each program takes, on the device: built once, as sizes stand while a plan does.
-
-    Partial results lie in the order of groups, rows and chunks, so those of a group and those of a row are spans.
-
-    Attributes:
-        launches: For each dtype its code and the chunks of all its tensors.
-        total: Number of chunks.
-        group_spans: First partial result of each group, and the end, in levels: each adds what the one before gave.
-        row_spans: The same for each row.
-    """
-
-    def __init__(
-        self, numels: Sequence[int], dtypes: Sequence[int], groups: Sequence[int], n_groups: int, device: torch.device
-    ) -> None:
-        """Cuts tensors of these sizes into chunks."""
-        sizes, kinds = torch.tensor(numels, dtype=torch.int64), torch.tensor(dtypes, dtype=torch.int64)
-        belongs = torch.tensor(groups, dtype=torch.int64)
-        order = torch.argsort(belongs, stable=True)
-        counts = ((sizes + (CHUNK - 1)) // CHUNK)[order]
-        ends = torch.cumsum(counts, 0)
-        starts = ends - counts
-        places = torch.arange(int(counts.sum()))
-        rows = torch.repeat_interleave(order, counts)
-        numbers = places - torch.repeat_interleave(starts, counts)
-        entries = torch.stack((rows, numbers, places), dim=1).to(torch.int32)
-        self.total = len(places)
-        self.launches: list[tuple[int, Tensor]] = []
-        for kind in sorted(set(dtypes)):
-            mine = entries[kinds[rows] == kind]
-            if len(mine):
-                self.launches.append((kind, _uploaded(mine.contiguous(), device)))
-        row_spans = torch.empty(len(sizes), 2, dtype=torch.int64)
-        row_spans[order] = torch.stack((starts, ends), dim=1)
-        self.row_spans = [_uploaded(level, device) for level in _levels(row_spans)]
-        group_spans = _spans(torch.bincount(belongs[rows], minlength=n_groups))
-        self.group_spans = [_uploaded(level, device) for level in _levels(group_spans)]
-
-
-def _spans(lengths: Tensor) -> Tensor:
-    """First and last of consecutive spans of these lengths."""
-    ends = torch.cumsum(lengths, 0)
-    return torch.stack((ends - lengths, ends), dim=1)
-
-
-def _levels(spans: Tensor) -> list[Tensor]:
-    """Spans of at most ``SPAN`` entries, then spans of their results, until one is left for each of ``spans``."""
-    begins, ends = spans.unbind(1)
-    pieces = (ends - begins + (SPAN - 1)) // SPAN
-    if len(spans) == 0 or int(pieces.max()) <= 1:
-        return [spans]
-    numbers = torch.arange(int(pieces.sum())) - torch.repeat_interleave(torch.cumsum(pieces, 0) - pieces, pieces)
-    first = torch.repeat_interleave(begins, pieces) + numbers * SPAN
-    last = torch.minimum(first + SPAN, torch.repeat_interleave(ends, pieces))
-    return [torch.stack((first, last), dim=1), *_levels(_spans(pieces))]
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """Starts kernels on one device.
-
-    Attributes:
-        device: Whose current stream takes them.
-        warp_size: Threads of a warp there, which is the vendor's choice.
-    """
-
-    device: torch.device
-    warp_size: int
-
-    @classmethod
-    def on(cls, device: torch.device) -> Launcher:
-        """The launcher of a device."""
-        return cls(device, 32 if device.type == "cpu" else torch.cuda.get_device_properties(device).warp_size)
-
-    def __call__(self, kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-        """Runs a kernel, unless there is nothing to do."""
-        if programs == 0:
-            return
-        options = access.launch_options(constants.get("T"), self.warp_size)
-        if self.device.type == "cpu":
-            kernel[(programs,)](*args, **constants, **options)
-            return
-        with torch.cuda.device(self.device):
-            kernel[(programs,)](*args, **constants, **options)
+TALLY_WORDS, GAP_WORDS = 3, 3
 
 
 class TritonPasses(TablePasses):
@@ -179,10 +78,10 @@ class TritonPasses(TablePasses):
         if self.device.type == "cpu":
             return self.table
         if torch.cuda.is_current_stream_capturing():  # what is copied now arrives when the graph is replayed
-            return _uploaded(self.table, self.device, self.captured)
+            return uploaded(self.table, self.device, self.captured)
         if self.mirrored is None or not torch.equal(self.table, self.mirrored):
             self.mirrored = self.table.clone()
-            self.mirror = _uploaded(self.mirrored, self.device)
+            self.mirror = uploaded(self.mirrored, self.device)
         return self.mirror
 
     def scalar_table(self, scalars: Sequence[StepScalars]) -> Tensor:
@@ -193,7 +92,7 @@ class TritonPasses(TablePasses):
             return scalars.table
         late = [(i, j, v) for i, row in enumerate(scalars) for j, v in enumerate(row) if isinstance(v, Tensor)]
         rows = [[0.0 if isinstance(v, Tensor) else v for v in row] for row in scalars] if late else scalars
-        table = _uploaded(torch.tensor(rows, dtype=torch.float64), self.device, self.captured)
+        table = uploaded(torch.tensor(rows, dtype=torch.float64), self.device, self.captured)
         for i, j, value in late:
             table[i, j].copy_(value.reshape(()), non_blocking=True)
         return table
@@ -270,16 +169,36 @@ class TritonPasses(TablePasses):
 
     def kernel_perturb(self, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
         """See :meth:`TablePasses.kernel_perturb`."""
-        table = self.device_table()
-        for kind, chunks in self.chunks.launches:
-            constants = {"T": KERNEL_DTYPES[kind], "ADAPTIVE": adaptive}
-            self.launcher(perturb.perturb, len(chunks), table, chunks, scales, draw, seed, **constants)
+        self._ascend(perturb.perturb, scales, adaptive, seed, draw)
 
     def kernel_restore(self) -> None:
         """See :meth:`TablePasses.kernel_restore`."""
         table = self.device_table()
         for kind, chunks in self.chunks.launches:
             self.launcher(perturb.restore, len(chunks), table, chunks, T=KERNEL_DTYPES[kind])
+
+    def kernel_momentum_ascent(self, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
+        """See :meth:`TablePasses.kernel_momentum_ascent`."""
+        self._ascend(perturb.momentum_ascent, scales, adaptive, seed, draw)
+
+    def _ascend(self, kernel: Any, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
+        table = self.device_table()
+        for kind, chunks in self.chunks.launches:
+            constants = {"T": KERNEL_DTYPES[kind], "ADAPTIVE": adaptive}
+            self.launcher(kernel, len(chunks), table, chunks, scales, draw, seed, **constants)
+
+    def kernel_gap_sums(self) -> Tensor:
+        """See :meth:`TablePasses.kernel_gap_sums`."""
+        table, partials = self.device_table(), self._doubles(self.chunks.total, GAP_WORDS)
+        for kind, chunks in self.chunks.launches:
+            self.launcher(gap.gap_sums, len(chunks), table, chunks, partials, T=KERNEL_DTYPES[kind])
+        return self._finish(partials, self.chunks.group_spans, GAP_WORDS).sum(0)
+
+    def kernel_decompose(self, scales: Tensor) -> None:
+        """See :meth:`TablePasses.kernel_decompose`."""
+        table = self.device_table()
+        for kind, chunks in self.chunks.launches:
+            self.launcher(gap.decompose, len(chunks), table, chunks, scales, T=KERNEL_DTYPES[kind])
 
     def kernel_rademacher(self, outs: list[Tensor], indices: list[int], seed: int, draw: int) -> None:
         """See :meth:`TablePasses.kernel_rademacher`."""
@@ -291,7 +210,7 @@ class TritonPasses(TablePasses):
         rows[:, PARAM] = torch.tensor([out.data_ptr() for out in outs], dtype=torch.int64)
         rows[:, NUMEL] = torch.tensor([n for n, _ in sizes], dtype=torch.int64)
         rows[:, INDEX] = torch.tensor(indices, dtype=torch.int64)
-        table = _uploaded(rows, self.device, self.captured)
+        table = uploaded(rows, self.device, self.captured)
         for kind, chunks in self.sign_chunks[1].launches:
             self.launcher(probe.rademacher, len(chunks), table, chunks, seed, draw, T=KERNEL_DTYPES[kind])
 
@@ -299,27 +218,62 @@ class TritonPasses(TablePasses):
         """See :meth:`TablePasses.kernel_probe`. The weights are the rows whose signs the kernel can number."""
         del weights, indices
         table = self.device_table()
-        length = _uploaded(torch.tensor([h], dtype=torch.float64), self.device, self.captured)
+        length = uploaded(torch.tensor([h], dtype=torch.float64), self.device, self.captured)
         for kind, chunks in self.probed_chunks.launches:
             self.launcher(probe.probe, len(chunks), table, chunks, length, seed, draw, T=KERNEL_DTYPES[kind])
 
     def kernel_step(self, scalars: Tensor, seed: int, noise_draw: Tensor | None) -> None:
         """See :meth:`TablePasses.kernel_step`."""
-        self._step(scalars, None, seed, 0, noise_draw)
+        self._step(scalars, seed, 0, noise_draw)
 
-    def kernel_refresh_step(self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None) -> Tensor:
+    def kernel_refresh_step(
+        self, scalars: Tensor, seed: int, draw: int, noise_draw: Tensor | None, sample: Sample
+    ) -> Tensor:
         """See :meth:`TablePasses.kernel_refresh_step`."""
-        partials = self._doubles(self.chunks.total, TALLY_WORDS).zero_()  # what a skipped update counts
-        self._step(scalars, partials, seed, draw, noise_draw)
-        return self._finish(partials, self.chunks.row_spans, TALLY_WORDS)
+        tallies = self._no_tallies()
+        self._step(scalars, seed, draw, noise_draw, tallies=tallies, sample=sample)
+        return self._finish(tallies, self.chunks.row_spans, TALLY_WORDS)
 
-    def _step(self, scalars: Tensor, tallies: Tensor | None, seed: int, draw: int, noise: Tensor | None) -> None:
+    def kernel_apart_step(self, scalars: Tensor, adaptive: bool, seed: int, noise_draw: Tensor | None) -> Tensor:
+        """See :meth:`TablePasses.kernel_apart_step`."""
+        squares = self._doubles(self.chunks.total)
+        self._step(scalars, seed, 0, noise_draw, squares=squares, adaptive=adaptive)
+        return self._finish(squares, self.chunks.group_spans, 1).flatten()
+
+    def kernel_apart_refresh_step(
+        self, scalars: Tensor, adaptive: bool, seed: int, draw: int, noise_draw: Tensor | None, sample: Sample
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`TablePasses.kernel_apart_refresh_step`."""
+        tallies, squares = self._no_tallies(), self._doubles(self.chunks.total)
+        self._step(scalars, seed, draw, noise_draw, tallies=tallies, sample=sample, squares=squares, adaptive=adaptive)
+        sums = self._finish(squares, self.chunks.group_spans, 1).flatten()
+        return self._finish(tallies, self.chunks.row_spans, TALLY_WORDS), sums
+
+    def _no_tallies(self) -> Tensor:
+        """Tallies of all chunks, as a skipped update leaves them."""
+        return self._doubles(self.chunks.total, TALLY_WORDS).zero_()
+
+    def _step(
+        self,
+        scalars: Tensor,
+        seed: int,
+        draw: int,
+        noise: Tensor | None,
+        *,
+        tallies: Tensor | None = None,
+        sample: Sample = Sample.ABS,
+        squares: Tensor | None = None,
+        adaptive: bool = False,
+    ) -> None:
+        """The update; with products where there are ``tallies`` to fill, apart where there are ``squares``."""
         table = self.device_table()
+        constants = {"POWER": self.power, "REFRESH": tallies is not None, "SAMPLE": int(sample)}
+        constants |= {"APART": squares is not None, "ADAPTIVE": adaptive}
         for kind, chunks in self.chunks.launches:
             at_random = noise is not None and kind in REDUCED
-            constants = {"POWER": self.power, "REFRESH": tallies is not None, "AT_RANDOM": at_random}
-            tensors = (table, chunks, scalars, tallies, noise if at_random else None)
-            self.launcher(step.step, len(chunks), *tensors, seed, draw, T=KERNEL_DTYPES[kind], **constants)
+            tensors = (table, chunks, scalars, tallies, squares, noise if at_random else None)
+            form = {"T": KERNEL_DTYPES[kind], "AT_RANDOM": at_random, **constants}
+            self.launcher(step.step, len(chunks), *tensors, seed, draw, **form)
 
 
 def _same_order(tensor: Tensor, weight: Tensor) -> bool:

@@ -126,9 +126,13 @@ def _dtypes(case: Case) -> tuple[torch.dtype, ...]:
 PAIRS = [(case, dtype) for case in CASES for dtype in _dtypes(case)]
 
 
-def affordable(runner: str, case: Case) -> bool:
-    """Triton's interpreter takes some 20 ms for a chunk, and every tensor has one: several are enough there."""
-    return runner != "triton" or case.name not in ("many", "large_chunks")
+def affordable(runner: str, case: Case, *, walk: bool = True) -> bool:
+    """Triton's interpreter takes some 20 ms for a chunk, and every tensor has one: several are enough there.
+
+    Without ``walk`` it is spared these too, where another pass takes the same walk over the list.
+    """
+    too_long = ("many", "large_chunks") if walk else ("many", "large_chunks", "sizes", "several", "channels_last")
+    return runner != "triton" or case.name not in too_long
 
 
 def pair_id(value: object) -> str | None:

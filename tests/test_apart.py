@@ -11,6 +11,8 @@ from cases import (
     PAIRS,
     PASSES,
     REDUCED,
+    Case,
+    Spec,
     affordable,
     assert_same_bits,
     build,
@@ -31,7 +33,20 @@ OPS = torch.ops.sassha_fast
 SCALES = torch.tensor([-0.37, 99.0, 1.9])
 NOISE = torch.tensor([13])
 BY_NAME = {case.name: case for case in CASES}
-RUNS = [(c, d, r) for c, d in PAIRS for r in PASSES if affordable(r, c) and not (r == "triton" and c.name == "sizes")]
+TAILS = Case("tails", (Spec((2053,)), Spec((300,), "misaligned"), Spec(())))
+RUNS = [(c, d, r) for c, d in PAIRS for r in PASSES if affordable(r, c, walk=False)]
+MODES = ("ordinary", "signed")
+
+
+def takes(runner, case, adaptive, mode=None):
+    # In Triton's interpreter a chunk takes long: no axis is left out, but the skipped update alone crosses them.
+    if runner == "triton" and mode is not None and adaptive != (mode == "signed"):
+        return False
+    return runner != "triton" or not adaptive or case.name in ("chunks", "gaps", "mixed_dtypes")
+
+
+ASCENTS = [(c, d, r, a) for c, d, r in RUNS for a in (False, True) if takes(r, c, a)]
+UPDATES = [(c, d, r, m, a) for c, d, r in RUNS for m in MODES for a in (False, True) if takes(r, c, a, m)]
 
 
 def bound(runner, lists):
@@ -59,9 +74,7 @@ def expected_case(case, dtype, mode):
     return expected_lists(build(case, dtype, nonfinite=True), scalars_for(0.5, mode), mode)
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("mode", ["ordinary", "signed"])
-@pytest.mark.parametrize(("case", "dtype", "runner"), RUNS, ids=pair_id)
+@pytest.mark.parametrize(("case", "dtype", "runner", "mode", "adaptive"), UPDATES, ids=pair_id)
 def test_update_apart_equals_the_reference_adds_squares_and_leaves_parameters_alone(
     case, dtype, runner, mode, adaptive
 ):
@@ -85,8 +98,39 @@ def test_update_apart_equals_the_reference_adds_squares_and_leaves_parameters_al
     assert ((found.square_sums - sums).abs() <= sum_bound(elements, float(sums.sum()))).all()
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize(("case", "dtype", "runner"), RUNS, ids=pair_id)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("runner", PASSES)
+@pytest.mark.parametrize("dtype", REDUCED, ids=pair_id)
+def test_an_update_apart_rounded_at_random_weighs_m_by_the_x_that_it_wrote(dtype, runner, mode):
+    found = {}
+    for name in ("reference", runner):
+        lists = build(TAILS, dtype)
+        passes, apart = bound(name, lists)
+        products = [Product(p, signed=True) for p in lists.products] if mode == "signed" else None
+        options = {"noise_draw": NOISE, "adaptive": True}
+        stepped = passes.step(scalars_for(0.5, mode), cohorts_of(len(apart)), products, SEED, DRAW, **options)
+        found[name] = apart, lists.exp_avgs, stepped.square_sums
+    (x, m, sums), (wanted_x, wanted_m, wanted_sums) = found[runner], found["reference"]
+    assert_same_bits([*x, *m], [*wanted_x, *wanted_m])
+    nearest = expected_lists(build(TAILS, dtype), scalars_for(0.5, mode), mode)[0]
+    assert any((a != b).any() for a, b in zip(x, nearest, strict=True))
+    elements = sum(w.numel() for w in x)
+    assert ((sums - wanted_sums).abs() <= sum_bound(elements, float(wanted_sums.sum()))).all()
+
+
+@pytest.mark.parametrize("runner", PASSES)
+def test_squares_take_nothing_from_past_the_end_of_a_tensor(runner):
+    lists = build(TAILS, torch.float32)
+    for d in lists.hessians:
+        d.fill_(1.0)
+    scalars = [row._replace(eps=0.0) for row in scalars_for(0.5, "ordinary")]  # what lies past the end would be 0 / 0
+    passes, apart = bound(runner, lists)
+    found = passes.step(scalars, cohorts_of(len(apart)), None, SEED, DRAW, adaptive=True).square_sums
+    total = sum(reference.square_sum(m, x) for m, x in zip(lists.exp_avgs, apart, strict=True))
+    torch.testing.assert_close(found.sum(), total, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize(("case", "dtype", "runner", "adaptive"), ASCENTS, ids=pair_id)
 def test_momentum_ascent_equals_the_reference_and_settle_shows_x(case, dtype, runner, adaptive):
     lists = build(case, dtype)
     passes, apart = bound(runner, lists)
@@ -121,7 +165,7 @@ def test_scale_zero_shows_x_even_with_infinite_momentum(dtype, runner):
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("mode", ["ordinary", "signed"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("runner", PASSES)
 def test_a_skipped_update_changes_nothing_and_still_adds_squares(runner, mode, adaptive):
     lists = build(BY_NAME["chunks"], torch.float32)

@@ -213,7 +213,7 @@ def test_refresh_reads_and_rounds_every_bit_pattern_like_torch(dtype, runner):
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
 def test_samples_and_floors_equal_the_reference(dtype, runner, sample, floor):
-    case = BY_NAME["chunks"]
+    case = Case("two", (Spec((2049,)), Spec((300,)))) if runner == "triton" else BY_NAME["chunks"]
     before, lists = (build(case, dtype, nonfinite=True) for _ in range(2))
     if sample is Sample.SIGNED:
         for column in (before.hessians, lists.hessians):

@@ -18,12 +18,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from sassha_fast import SASSHA, backends, reference, triton_passes
+from sassha_fast import SASSHA, backends, reference, triton_launch
 from sassha_fast.capturable import DeviceScalars
 from sassha_fast.passes import Members, Passes, Product
 from sassha_fast.scalars import Request, step_scalars
 from sassha_fast.tables import INDEX, NUMEL, PARAM, ROW_WORDS
-from sassha_fast.triton_passes import CHUNK, KERNEL_DTYPES, Chunks, Launcher, TritonPasses
+from sassha_fast.triton_launch import CHUNK, Chunks, Launcher
+from sassha_fast.triton_passes import DTYPES as KINDS
+from sassha_fast.triton_passes import KERNEL_DTYPES, TritonPasses
 
 CPU = torch.device("cpu")
 SEED, DRAW = 2**36 + 7, 31
@@ -41,7 +43,7 @@ def far_signs(first_chunk, n, index, seed, draw, dtype):
     table[0, INDEX] = index
     numbers = torch.arange(first_chunk, first_chunk + -(-n // CHUNK))
     chunks = torch.stack((torch.zeros_like(numbers), numbers, torch.zeros_like(numbers)), dim=1).to(torch.int32)
-    kind = KERNEL_DTYPES[triton_passes.DTYPES[dtype]]
+    kind = KERNEL_DTYPES[KINDS[dtype]]
     Launcher.on(CPU)(probe.rademacher, len(chunks), table, chunks, seed, draw, T=kind)
     return out
 
@@ -71,7 +73,7 @@ def test_chunks_cover_every_element_once_and_partial_results_of_a_group_or_row_a
 
 
 def test_long_spans_are_added_in_levels(monkeypatch):
-    monkeypatch.setattr(triton_passes, "SPAN", 3)
+    monkeypatch.setattr(triton_launch, "SPAN", 3)
     numels, groups = [30 * CHUNK - 5, 0, 2 * CHUNK, 7 * CHUNK], [0, 1, 0, 2]
     weights = [torch.randint(-3, 4, (n,)).float() for n in numels]
     passes = TritonPasses(Members(weights, [0] * 4, groups, 4, ["w"] * 4))
@@ -98,8 +100,8 @@ def stepped(kind, dtype, scalars, *, products=None, noise=None, restore=False):
     passes.bind_grads(lists.grads)
     if products is not None:
         products = [Product(p, **products) for p in lists.products]
-    tally = passes.step(scalars, [0] * 3, products, SEED, DRAW, restore=restore, noise_draw=noise)
-    return [*lists.weights, *lists.exp_avgs, *lists.hessians], tally
+    found = passes.step(scalars, [0] * 3, products, SEED, DRAW, restore=restore, noise_draw=noise)
+    return [*lists.weights, *lists.exp_avgs, *lists.hessians], found.tallies
 
 
 def scalars_with(**request):

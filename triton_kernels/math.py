@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from ..variant import Sample
+
 if knobs.runtime.interpret:  # no device library there, but kernels are plain Python
     import numpy as np
     from triton.runtime.interpreter import TensorHandle
@@ -25,6 +27,8 @@ else:
 
 # What a launch knows about the exponents of its cohorts.
 HALF, ONE, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# What enters the average D of a product.
+MAGNITUDE, SIGNED, SQUARE = (tl.constexpr(int(s)) for s in (Sample.ABS, Sample.SIGNED, Sample.SQUARE))
 
 
 class StepScalars(NamedTuple):
@@ -44,18 +48,19 @@ class StepScalars(NamedTuple):
     grad_scale: Any
     clip: Any
     skip: Any
+    floor: Any
 
 
 STEP_SCALAR_WORDS = tl.constexpr(len(StepScalars._fields))
 
 
 @triton.jit
-def sign_bit(v):
-    """Whether the sign bit is set, also of -0."""
+def is_unknown(v):
+    """Whether v is -0, with which an average D starts."""
     if v.dtype == tl.float64:
-        return v.to(tl.int64, bitcast=True) < 0
+        return v.to(tl.uint64, bitcast=True) == 0x8000000000000000
     else:
-        return v.to(tl.int32, bitcast=True) < 0
+        return v.to(tl.uint32, bitcast=True) == 0x80000000
 
 
 @triton.jit
@@ -172,6 +177,15 @@ def round_stochastically(v, noise, T: tl.constexpr):
         return stochastic_float16(v, noise)
 
 
+# ---- gap -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def descent(g2, g, alpha, share):
+    """GSAM: g2 - alpha * (the component of g orthogonal to g2)."""
+    return g2 - alpha * (g - share * g2)
+
+
 # ---- step ----------------------------------------------------------------------------------------------------------
 
 
@@ -182,15 +196,27 @@ def momentum(m, g, s):
 
 
 @triton.jit
-def curvature(d, h, s):
-    """D = beta2 D + (1 - beta2) |H|. D starts at -0, whose sign bit the first finite |H| clears."""
-    return s.beta2 * d + s.one_minus_beta2 * tl.abs(h)
+def sampled(h, SAMPLE: tl.constexpr):
+    """|H|, H or H^2. Adding 0 makes +0 of -0, which would say that no curvature is known."""
+    if SAMPLE == MAGNITUDE:
+        return tl.abs(h)
+    elif SAMPLE == SQUARE:
+        return h * h
+    else:
+        return h + 0.0
+
+
+@triton.jit
+def curvature(d, sample, s):
+    """D = beta2 D + (1 - beta2) sample. D starts at -0, which the first finite sample ends."""
+    return s.beta2 * d + s.one_minus_beta2 * sample
 
 
 @triton.jit
 def denominator(d, bias2, s, POWER: tl.constexpr):
-    """(D / (1 - beta2^t))^power + eps."""
-    corrected = quotient(d, bias2)
+    """max(D / (1 - beta2^t), floor)^power + eps; NaN stays NaN."""
+    unfloored = quotient(d, bias2)
+    corrected = tl.where(unfloored < s.floor, s.floor, unfloored)
     if POWER == HALF:
         return root(corrected) + s.eps
     elif POWER == ONE:
@@ -215,4 +241,4 @@ def clipped(v, bound):
 def descend(x, m, d, denom, s):
     """x (1 - lr * wd) - step_size * m / denominator, and x itself where no curvature is known."""
     moved = x * s.decay - s.step_size * clipped(quotient(m, denom), s.clip)
-    return tl.where(sign_bit(d), x, moved)
+    return tl.where(is_unknown(d), x, moved)

@@ -8,13 +8,19 @@ from .math import widen
 
 
 @triton.jit
+def square_sum(g):
+    """The sum over a chunk at hand."""
+    g = g.to(tl.float64)
+    return tl.sum(tl.sum(g * g, axis=1), axis=0)
+
+
+@triton.jit
 def square_sum_of(row, begin, address, param, T: tl.constexpr, ADAPTIVE: tl.constexpr, FULL: tl.constexpr):
-    """The sum over one chunk."""
+    """The sum over a chunk in memory."""
     g = widen(load(row, address, begin, T, FULL))
     if ADAPTIVE:
         g = tl.abs(widen(load(row, param, begin, T, FULL))) * g
-    g = g.to(tl.float64)
-    return tl.sum(tl.sum(g * g, axis=1), axis=0)
+    return square_sum(g)
 
 
 @triton.jit(do_not_specialize=["column"])

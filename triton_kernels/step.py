@@ -1,4 +1,7 @@
-"""The update: restore, decay, both moving averages, bias correction, root, division, descent, in one pass."""
+"""The update: restore, decay, both moving averages, bias correction, root, division, descent, in one pass.
+
+Where x lives apart from the parameter, it is updated there, and squares of the new m are added up on the way.
+"""
 
 import triton
 import triton.language as tl
@@ -32,9 +35,11 @@ from .math import (
     momentum,
     narrow,
     round_stochastically,
+    sampled,
     times_sign,
     widen,
 )
+from .norm import square_sum
 from .philox import UPDATE_NOISE, noise_bits, sign_bits
 
 
@@ -57,6 +62,7 @@ def rounded(scalars, cohort, C: tl.constexpr):
         tl.load(at + 11).to(C),
         tl.load(at + 12).to(C),
         tl.load(at + 13).to(C),
+        tl.load(at + 14).to(C),
     )
 
 
@@ -75,50 +81,77 @@ def curvature_sample(row, begin, product, g, seed, draw, s, T: tl.constexpr, FUL
 
 
 @triton.jit
+def refreshed(
+    row, begin, product, grad, g, d, s, tally, seed, draw, T: tl.constexpr, SAMPLE: tl.constexpr, FULL: tl.constexpr
+):
+    """D of a chunk after a refresh, and its correction. The tally counts products, whatever D takes of them."""
+    # A row without a product reads its gradient in its place, and refreshes nothing.
+    refreshes = product != 0
+    h = curvature_sample(row, begin, tl.where(refreshes, product, grad), g, seed, draw, s, T, FULL)
+    h = tl.where(refreshes, h, float("nan"))
+    sample = sampled(h, SAMPLE)
+    # A sample that is not finite leaves D and its correction as they were.
+    finite = is_finite(sample)
+    d = tl.where(finite, curvature(d, sample, s), d)
+    bias2 = tl.where(finite, s.bias2, tl.where(refreshes, s.bias2_kept, s.bias2))
+    counted = is_finite(h)
+    if not FULL:
+        counted = counted & inside(row, begin)
+    tl.store(tally, tl.sum(tl.sum(tl.where(counted, h, 0.0).to(tl.float64), axis=1), axis=0))
+    tl.store(tally + 1, tl.sum(tl.sum((counted & (h < 0)).to(tl.int32), axis=1), axis=0).to(tl.float64))
+    tl.store(tally + 2, tl.sum(tl.sum(counted.to(tl.int32), axis=1), axis=0).to(tl.float64))
+    return d, bias2
+
+
+@triton.jit
+def momentum_squares(row, begin, m, x, ADAPTIVE: tl.constexpr, FULL: tl.constexpr):
+    """Sum of squares of m over a chunk, or of |x| m for the x that was written."""
+    if ADAPTIVE:
+        m = tl.abs(x) * m
+    if not FULL:  # zeros past the end do not stay zeros where a denominator is 0
+        m = tl.where(inside(row, begin), m, 0.0)
+    return square_sum(m)
+
+
+@triton.jit
 def step_of(
     row,
     begin,
     addresses,
     s,
-    tally,
-    seed,
-    draw,
-    noise_draw,
+    results,
+    draws,
     T: tl.constexpr,
     C: tl.constexpr,
     POWER: tl.constexpr,
     REFRESH: tl.constexpr,
+    SAMPLE: tl.constexpr,
     AT_RANDOM: tl.constexpr,
+    APART: tl.constexpr,
+    ADAPTIVE: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """One chunk. All is read before anything is written, as the backup may be the parameter."""
     param, grad, backup, exp_avg, hessian, product = addresses
+    tally, square = results
+    seed, draw, noise_draw = draws
     x = widen(load(row, backup, begin, T, FULL))
     g = widen(load(row, grad, begin, T, FULL))
     m = load(row, exp_avg, begin, C, FULL)
     d = load(row, hessian, begin, C, FULL)
     bias2 = s.bias2
     if REFRESH:
-        # A row without a product reads its gradient in its place, and refreshes nothing.
-        refreshes = product != 0
-        h = curvature_sample(row, begin, tl.where(refreshes, product, grad), g, seed, draw, s, T, FULL)
-        finite = is_finite(tl.where(refreshes, h, float("nan")))
-        # A product that is not finite leaves D and its correction as they were.
-        d = tl.where(finite, curvature(d, h, s), d)
-        bias2 = tl.where(finite, s.bias2, tl.where(refreshes, s.bias2_kept, s.bias2))
-        counted = finite
-        if not FULL:
-            counted = finite & inside(row, begin)
-        tl.store(tally, tl.sum(tl.sum(tl.where(counted, h, 0.0).to(tl.float64), axis=1), axis=0))
-        tl.store(tally + 1, tl.sum(tl.sum((counted & (h < 0)).to(tl.int32), axis=1), axis=0).to(tl.float64))
-        tl.store(tally + 2, tl.sum(tl.sum(counted.to(tl.int32), axis=1), axis=0).to(tl.float64))
+        d, bias2 = refreshed(row, begin, product, grad, g, d, s, tally, seed, draw, T, SAMPLE, FULL)
     m = momentum(m, g, s)  # before the power, which needs many registers
     denom = denominator(d, bias2, s, POWER)
     moved = descend(x, m, d, denom, s)
     if AT_RANDOM:
         noise = noise_bits(seed, tl.load(row + INDEX), noise_draw, begin, CHUNK_ROWS, UPDATE_NOISE)
         moved = round_stochastically(moved, noise, T)
-    store(row, param, begin, narrow(moved, T), T, FULL)
+    written = narrow(moved, T)
+    if APART:  # before the stores, which need registers for addresses
+        tl.store(square, momentum_squares(row, begin, m, widen(written), ADAPTIVE, FULL))
+    store(row, param, begin, written, T, FULL)
     store(row, exp_avg, begin, m, C, FULL)
     if REFRESH:
         store(row, hessian, begin, d, C, FULL)
@@ -130,32 +163,51 @@ def step(
     chunks,
     scalars,
     tallies,
+    squares,
     noise_draw,
     seed: tl.int64,
     draw: tl.int64,
     T: tl.constexpr,
     POWER: tl.constexpr,
     REFRESH: tl.constexpr,
+    SAMPLE: tl.constexpr,
     AT_RANDOM: tl.constexpr,
+    APART: tl.constexpr,
+    ADAPTIVE: tl.constexpr,
 ):
-    """The update of x in the backups, which may be the parameters; with products where REFRESH."""
+    """The update of x in the backups, which may be the parameters; with products where REFRESH.
+
+    Where APART, x stays in the backups, and each chunk leaves its squares of m; ADAPTIVE weighs them by |x|.
+    """
     C: tl.constexpr = tl.float64 if T == tl.float64 else tl.float32
+    TARGET: tl.constexpr = BACKUP if APART else PARAM
     row, begin, place = chunk_of(table, chunks)
     s = rounded(scalars, tl.load(row + COHORT), C)
-    param, grad, backup = tl.load(row + PARAM), tl.load(row + GRAD), tl.load(row + BACKUP)
+    param, grad, backup = tl.load(row + TARGET), tl.load(row + GRAD), tl.load(row + BACKUP)
     exp_avg, hessian, product = tl.load(row + EXP_AVG), tl.load(row + HESSIAN), tl.load(row + PRODUCT)
     addresses = (param, grad, backup, exp_avg, hessian, product)
     seed, draw = seed.to(tl.int64), draw.to(tl.int64)
-    number, used, tally = seed, param | grad | backup | exp_avg | hessian, scalars
+    number, used, tally, square = seed, param | grad | backup | exp_avg | hessian, scalars, scalars
     if AT_RANDOM:
         number = tl.load(noise_draw)
     if REFRESH:
         used |= product
         tally = tallies + place * 3
+    if APART:
+        square = squares + place
+    results, draws = (tally, square), (seed, draw, number)
     if s.skip != 0:  # gradients overflowed: the tally stays 0
-        if param != backup:  # so rare that the short words of the last chunk do
+        # So rare that the short words of the last chunk do.
+        if APART:
+            m, x = load(row, exp_avg, begin, C, False), widen(load(row, backup, begin, T, False))
+            tl.store(square, momentum_squares(row, begin, m, x, ADAPTIVE, False))
+        elif param != backup:
             store(row, param, begin, load(row, backup, begin, T, False), T, False)
     elif takes_words(row, begin, used):
-        step_of(row, begin, addresses, s, tally, seed, draw, number, T, C, POWER, REFRESH, AT_RANDOM, True)
+        step_of(
+            row, begin, addresses, s, results, draws, T, C, POWER, REFRESH, SAMPLE, AT_RANDOM, APART, ADAPTIVE, True
+        )
     else:
-        step_of(row, begin, addresses, s, tally, seed, draw, number, T, C, POWER, REFRESH, AT_RANDOM, False)
+        step_of(
+            row, begin, addresses, s, results, draws, T, C, POWER, REFRESH, SAMPLE, AT_RANDOM, APART, ADAPTIVE, False
+        )
