@@ -137,20 +137,23 @@ class TablePasses(Passes, ABC):
         into_grads = self.shared == 0 and (take_grads if isinstance(take_grads, bool) else all(take_grads))
         if into_grads:
             self.backups = self.grads
-        else:
-            taken = repeat(take_grads) if isinstance(take_grads, bool) else self._pick(take_grads)
-            owned = (self.table[:, FLAGS] & OWNS_BUFFER).tolist()
-            self.backups = [
-                g if take and own else torch.empty_like(w)
-                for g, w, take, own in zip(self.grads, self.weights, taken, owned, strict=False)
-            ]
-            self.bind(BACKUP, self.backups)
-        if into_grads:
             self.columns[BACKUP].copy_(self.columns[GRAD])
+        else:
+            self.backups = self._backups(take_grads)
+            self.bind(BACKUP, self.backups)
         self.kernel_perturb(scales, adaptive, seed, draw)
         self.grads = []
         if self.rest is not None:
             self.rest.perturb(scales, adaptive=adaptive, take_grads=False, seed=seed, draw=draw)
+
+    def _backups(self, take_grads: bool | Sequence[bool]) -> list[Tensor]:
+        """Memory for x: that of a gradient where it may be taken and is not shared, else new."""
+        if take_grads is False:
+            return [torch.empty_like(w) for w in self.weights]
+        taken = repeat(True) if isinstance(take_grads, bool) else self._pick(take_grads)
+        owned = (self.table[:, FLAGS] & OWNS_BUFFER).tolist()
+        rows = zip(self.grads, self.weights, taken, owned, strict=False)
+        return [g if take and own else torch.empty_like(w) for g, w, take, own in rows]
 
     def restore(self) -> None:
         """See :meth:`Passes.restore`."""

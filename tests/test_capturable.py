@@ -1,7 +1,7 @@
 """capturable=True: the same bits, and ordinary steps that read nothing from the device."""
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import BACKENDS, assert_same_bits, make_loss, make_net, snapshot, three_calls
 
-from sassha_fast import SASSHA
+from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian
 from sassha_fast.capturable import DeviceScalars, constant, device_scalars, vector
 from sassha_fast.scalars import Request, StepScalars, step_scalars
 
@@ -89,6 +89,27 @@ def test_an_ordinary_step_reads_nothing_on_the_host(backend, options, tensors, m
         opt.zero_grad()
         opt.step(closure_of(opt, loss))
     assert opt.state[net[0].weight]["step"].item() == 4
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", [MSASSHA, GSASSHA, AdaHessian])
+def test_ordinary_steps_of_the_family_read_nothing_on_the_host(method, backend, tensors, monkeypatch):
+    options = {"lr": 0.05, "lazy_hessian": 4, **({} if method is AdaHessian else {"rho": 0.05})}
+    values = {"lr": torch.tensor(0.05)} if tensors else {}
+    if tensors and method is not AdaHessian:
+        values["rho"] = torch.tensor(0.05)
+    runs = []
+    for changes in ({}, {**values, "capturable": True}):
+        net = make_net()
+        opt = method(net.parameters(), backend=backend, **{**options, **changes})
+        loss = make_loss(net)
+        for _ in range(2):  # the step after a refresh sees that every parameter has curvature
+            opt.step(closure_of(opt, loss))
+        with nothing_is_read(monkeypatch) if changes else nullcontext():
+            opt.step(closure_of(opt, loss))
+        runs.append(snapshot(net))
+    assert_same_bits(*runs)
 
 
 def test_the_guard_of_these_tests_notices_a_read(monkeypatch):
