@@ -131,7 +131,7 @@ def affordable(runner: str, case: Case, *, walk: bool = True) -> bool:
 
     Without ``walk`` it is spared these too, where another pass takes the same walk over the list.
     """
-    too_long = ("many", "large_chunks") if walk else ("many", "large_chunks", "sizes", "several")
+    too_long = ("many", "large_chunks") if walk else ("many", "large_chunks", "sizes", "several", "channels_last")
     return runner != "triton" or case.name not in too_long
 
 
