@@ -115,6 +115,18 @@ def momentum_squares(row, begin, m, x, ADAPTIVE: tl.constexpr, FULL: tl.constexp
 
 
 @triton.jit
+def again(row, address, COLUMN: tl.constexpr, FULL: tl.constexpr):
+    """An address for a store after loads.
+
+    It is read again where chunks are not full, lest the addresses of their single elements wait in registers.
+    """
+    if FULL:
+        return address
+    else:
+        return tl.load(row + COLUMN)
+
+
+@triton.jit
 def step_of(
     row,
     begin,
@@ -154,11 +166,9 @@ def step_of(
     if APART:  # before the stores, which need registers for addresses
         tl.store(squares + place_of(chunks), momentum_squares(row, begin, m, widen(written), ADAPTIVE, FULL))
     store(row, param, begin, written, T, FULL)
-    if not FULL:  # read again, lest addresses of single elements wait in registers from the loads to the stores
-        exp_avg, hessian = tl.load(row + EXP_AVG), tl.load(row + HESSIAN)
-    store(row, exp_avg, begin, m, C, FULL)
+    store(row, again(row, exp_avg, EXP_AVG, FULL), begin, m, C, FULL)
     if REFRESH:
-        store(row, hessian, begin, d, C, FULL)
+        store(row, again(row, hessian, HESSIAN, FULL), begin, d, C, FULL)
 
 
 @triton.jit(do_not_specialize=["seed", "draw"])
