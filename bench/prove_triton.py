@@ -21,7 +21,7 @@ from pathlib import Path
 
 import triton
 import triton.language as tl
-from sassha_fast.triton_kernels import access, math, norm, perturb, probe, step
+from sassha_fast.triton_kernels import access, gap, math, norm, perturb, probe, step
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -38,7 +38,7 @@ SLACK = 1.1
 # Types of the kernels' arguments. Pointers come from torch, which aligns them.
 TYPES = {
     **{name: "*i64" for name in ("table", "spans", "noise_draw")},
-    **{name: "*fp64" for name in ("scalars", "tallies", "partials", "totals", "h")},
+    **{name: "*fp64" for name in ("scalars", "tallies", "squares", "partials", "totals", "h")},
     **{name: "i64" for name in ("seed", "draw")},
     "chunks": "*i32",
     "scales": "*fp32",
@@ -73,34 +73,57 @@ class Kernel:
         return self.streams[0] * ITEM[dtype] + self.streams[1] * state
 
 
-def _step(name: str, power: int, *, refresh: bool, at_random: bool = False, dtypes: Sequence[str] = ()) -> Kernel:
-    constants: dict[str, object] = {"POWER": power, "REFRESH": refresh, "AT_RANDOM": at_random}
-    constants.update({} if refresh else {"tallies": None})
-    constants.update({} if at_random else {"noise_draw": None})
-    # Reads b, g, m, D and writes p, m; a refresh also reads the product and writes D.
+def _step(
+    name: str,
+    power: int = math.HALF.value,
+    *,
+    refresh: bool = False,
+    sample: int = math.MAGNITUDE.value,
+    at_random: bool = False,
+    apart: bool = False,
+    adaptive: bool = False,
+    dtypes: Sequence[str] = (),
+) -> Kernel:
+    constants: dict[str, object] = {"POWER": power, "REFRESH": refresh, "SAMPLE": sample, "AT_RANDOM": at_random}
+    constants.update(APART=apart, ADAPTIVE=adaptive)
+    given = {"tallies": refresh, "squares": apart, "noise_draw": at_random}
+    constants.update({tensor: None for tensor, there in given.items() if not there})
+    # Reads x, g, m, D and writes x, m; a refresh also reads the product and writes D.
     streams = (4, 4) if refresh else (3, 3)
     return Kernel(name, step.step, constants, streams, dtypes=tuple(dtypes or DTYPES))
 
 
-_WIDE, _REDUCED = ("float32", "float64"), ("bfloat16", "float16")
+_WIDE, _REDUCED, _BOTH = ("float32", "float64"), ("bfloat16", "float16"), ("float32", "bfloat16")
 _DRAW = {"draw": "*i64"}
 KERNELS = (
     Kernel("norm", norm.square_sums, {"ADAPTIVE": False}, (1, 0)),
-    Kernel("norm, adaptive", norm.square_sums, {"ADAPTIVE": True}, (2, 0), dtypes=("float32", "bfloat16")),
+    Kernel("norm, adaptive", norm.square_sums, {"ADAPTIVE": True}, (2, 0), dtypes=_BOTH),
     *(Kernel(f"finish, {n} per chunk", access.finish, {"WORDS": n}, (0, 0), dtypes=("float64",)) for n in (1, 3)),
     Kernel("perturb", perturb.perturb, {"ADAPTIVE": False}, (4, 0), _DRAW),
-    Kernel("perturb, adaptive", perturb.perturb, {"ADAPTIVE": True}, (4, 0), _DRAW, ("float32", "bfloat16")),
+    Kernel("perturb, adaptive", perturb.perturb, {"ADAPTIVE": True}, (4, 0), _DRAW, _BOTH),
+    Kernel("momentum ascent", perturb.momentum_ascent, {"ADAPTIVE": False}, (2, 1), _DRAW),
+    Kernel("momentum ascent, adaptive", perturb.momentum_ascent, {"ADAPTIVE": True}, (2, 1), _DRAW, _BOTH),
     Kernel("restore", perturb.restore, {}, (2, 0)),
+    Kernel("gap sums", gap.gap_sums, {}, (2, 0)),
+    Kernel("decompose", gap.decompose, {}, (3, 0)),
     Kernel("rademacher", probe.rademacher, {}, (1, 0)),
     Kernel("probe", probe.probe, {}, (2, 0)),
-    _step("step", math.HALF.value, refresh=False),
-    _step("step, power 1", math.ONE.value, refresh=False, dtypes=_WIDE),
-    _step("step, any power", math.ANY.value, refresh=False, dtypes=_WIDE),
-    _step("step, rounded at random", math.HALF.value, refresh=False, at_random=True, dtypes=_REDUCED),
-    _step("refresh", math.HALF.value, refresh=True),
+    _step("step"),
+    _step("step, power 1", math.ONE.value, dtypes=_WIDE),
+    _step("step, any power", math.ANY.value, dtypes=_WIDE),
+    _step("step, rounded at random", at_random=True, dtypes=_REDUCED),
+    _step("step apart", apart=True),
+    _step("step apart, adaptive", apart=True, adaptive=True, dtypes=_BOTH),
+    _step("step apart, rounded at random", apart=True, at_random=True, dtypes=_REDUCED),
+    _step("refresh", refresh=True),
     _step("refresh, power 1", math.ONE.value, refresh=True, dtypes=_WIDE),
     _step("refresh, any power", math.ANY.value, refresh=True, dtypes=_WIDE),
-    _step("refresh, rounded at random", math.HALF.value, refresh=True, at_random=True, dtypes=_REDUCED),
+    _step("refresh, rounded at random", refresh=True, at_random=True, dtypes=_REDUCED),
+    _step("refresh, signed", math.ONE.value, refresh=True, sample=math.SIGNED.value, dtypes=_BOTH),
+    _step("refresh, squares", refresh=True, sample=math.SQUARE.value, dtypes=_BOTH),
+    _step("refresh apart", refresh=True, apart=True),
+    _step("refresh apart, adaptive", refresh=True, apart=True, adaptive=True, dtypes=_BOTH),
+    _step("refresh apart, rounded at random", refresh=True, apart=True, at_random=True, dtypes=_REDUCED),
 )
 
 
@@ -203,7 +226,8 @@ def _nvidia(asm: dict, *, divides: bool) -> dict[str, int]:
         "ptx_loads": _count(r"\bld\.global[.\w:]*?" + word, ptx),
         "ptx_stores": _count(r"\bst\.global[.\w:]*?" + word, ptx),
         "philox_multiplies": _count(r"\bmul\.hi\.u32\b", ptx) + _count(r"\bmul\.wide\.u32\b", ptx),
-        "approximate": _count(r"\b(?:div|sqrt|rcp|rsqrt)\.(?:approx|full)|\.ftz\b", ptx),
+        # The library's floor flushes subnormals. The rounding of float16 takes it of magnitudes: it would be 0 anyway.
+        "approximate": _count(r"\b(?:div|sqrt|rcp|rsqrt)\.(?:approx|full)|(?<!\bcvt\.rmi)\.ftz\b", ptx),
         "contracted": _count(r"\bfma\.rn\b", ptx) + (0 if divides else _count(r"\b[FD]FMA\b", sass)),
     }
 
@@ -272,7 +296,7 @@ How to read it, and where these kernels differ from the CUDA ones:
 - Shared memory (at most {shared} bytes) regroups elements where loads and stores differ in width: bfloat16 and float16
   beside float32 state, and last chunks. Full float32 and float64 chunks do without.
 - Squares are added in double, as everywhere. On GPUs with one double unit in 64 these, and not memory, may be
-  what the norm waits for.
+  what the norm, the sums of the gap and an update apart wait for.
 - A general power is `pow` of the vendor's device library, as in CUDA: its last bits are the vendor's. Powers ½ and 1
   are bit for bit the reference.
 - Updates of all kinds of products share one kernel: signs that a product does not need are computed and not used.
@@ -306,7 +330,7 @@ def section(found: Sequence[Figures], targets: Sequence[str]) -> str:
     for f in found:
         if f.parked:
             where = f"{f.kernel}, {f.dtype}, {f.target}"
-            lines += [f"{where}: {f.parked} scalar registers wait in lanes of a vector register, not in memory.", ""]
+            lines += [f"{where}: scalar registers that wait in vector registers, not in memory: {f.parked}.", ""]
     lines.append(NOTES.format(shared=max(f.shared for f in found)))
     return "\n".join(lines)
 

@@ -48,10 +48,16 @@ def launch_options(dtype, warp_size):
 
 @triton.jit
 def chunk_of(table, chunks):
-    """The row of this program, the first element of its chunk, and the place of its partial results."""
+    """The row of this program and the first element of its chunk."""
     entry = chunks + tl.program_id(0).to(tl.int64) * MAP_WORDS
     row = table + tl.load(entry).to(tl.int64) * ROW_WORDS
-    return row, tl.load(entry + 1).to(tl.int64) * CHUNK, tl.load(entry + 2).to(tl.int64)
+    return row, tl.load(entry + 1).to(tl.int64) * CHUNK
+
+
+@triton.jit
+def place_of(chunks):
+    """The place of this program's partial results, read when they are there: until then it takes no register."""
+    return tl.load(chunks + tl.program_id(0).to(tl.int64) * MAP_WORDS + 2).to(tl.int64)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .access import FIRST, GRAD, GROUP, chunk_of, load, store, takes_words
+from .access import FIRST, GRAD, GROUP, chunk_of, load, place_of, store, takes_words
 from .math import descent, narrow, widen
 
 
@@ -26,12 +26,13 @@ def gap_sums_of(row, begin, grad, first, partials, T: tl.constexpr, FULL: tl.con
 @triton.jit
 def gap_sums(table, chunks, partials, T: tl.constexpr):
     """g * g, g * g2 and g2 * g2 in double, per chunk: g of the first pass, g2 of the second."""
-    row, begin, place = chunk_of(table, chunks)
+    row, begin = chunk_of(table, chunks)
     grad, first = tl.load(row + GRAD), tl.load(row + FIRST)
+    partials += place_of(chunks) * 3
     if takes_words(row, begin, grad | first):
-        gap_sums_of(row, begin, grad, first, partials + place * 3, T, True)
+        gap_sums_of(row, begin, grad, first, partials, T, True)
     else:
-        gap_sums_of(row, begin, grad, first, partials + place * 3, T, False)
+        gap_sums_of(row, begin, grad, first, partials, T, False)
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def decompose_of(row, begin, grad, first, alpha, share, T: tl.constexpr, FULL: t
 @triton.jit
 def decompose(table, chunks, scales, T: tl.constexpr):
     """The descent into the gradients; an alpha of 0 leaves them alone."""
-    row, begin, _ = chunk_of(table, chunks)
+    row, begin = chunk_of(table, chunks)
     grad, first = tl.load(row + GRAD), tl.load(row + FIRST)
     at = scales + tl.load(row + GROUP) * 2
     alpha, share = tl.load(at), tl.load(at + 1)

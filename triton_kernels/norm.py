@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .access import PARAM, chunk_of, load, takes_words
+from .access import PARAM, chunk_of, load, place_of, takes_words
 from .math import widen
 
 
@@ -26,7 +26,7 @@ def square_sum_of(row, begin, address, param, T: tl.constexpr, ADAPTIVE: tl.cons
 @triton.jit(do_not_specialize=["column"])
 def square_sums(table, chunks, partials, column: tl.int32, T: tl.constexpr, ADAPTIVE: tl.constexpr):
     """Of the tensors in a column of the table; times the magnitude of the parameters where ADAPTIVE."""
-    row, begin, place = chunk_of(table, chunks)
+    row, begin = chunk_of(table, chunks)
     address, param = tl.load(row + column), tl.load(row + PARAM)
     used = address
     if ADAPTIVE:
@@ -35,4 +35,4 @@ def square_sums(table, chunks, partials, column: tl.int32, T: tl.constexpr, ADAP
         total = square_sum_of(row, begin, address, param, T, ADAPTIVE, True)
     else:
         total = square_sum_of(row, begin, address, param, T, ADAPTIVE, False)
-    tl.store(partials + place, total)
+    tl.store(partials + place_of(chunks), total)

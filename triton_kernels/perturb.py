@@ -43,7 +43,7 @@ def perturb_of(
 @triton.jit(do_not_specialize=["seed"])
 def perturb(table, chunks, scales, draw, seed: tl.int64, T: tl.constexpr, ADAPTIVE: tl.constexpr):
     """x into the backups, x + eps into the parameters."""
-    row, begin, _ = chunk_of(table, chunks)
+    row, begin = chunk_of(table, chunks)
     param, grad, backup = tl.load(row + PARAM), tl.load(row + GRAD), tl.load(row + BACKUP)
     scale = tl.load(scales + tl.load(row + GROUP))
     seed, number = seed.to(tl.int64), tl.load(draw)
@@ -57,7 +57,7 @@ def perturb(table, chunks, scales, draw, seed: tl.int64, T: tl.constexpr, ADAPTI
 def momentum_ascent(table, chunks, scales, draw, seed: tl.int64, T: tl.constexpr, ADAPTIVE: tl.constexpr):
     """x + eps into the parameters, from x in the backups and from m."""
     C: tl.constexpr = tl.float64 if T == tl.float64 else tl.float32
-    row, begin, _ = chunk_of(table, chunks)
+    row, begin = chunk_of(table, chunks)
     param, backup, exp_avg = tl.load(row + PARAM), tl.load(row + BACKUP), tl.load(row + EXP_AVG)
     scale = tl.load(scales + tl.load(row + GROUP))
     seed, number = seed.to(tl.int64), tl.load(draw)
@@ -72,7 +72,7 @@ def momentum_ascent(table, chunks, scales, draw, seed: tl.int64, T: tl.constexpr
 @triton.jit
 def restore(table, chunks, T: tl.constexpr):
     """Backups into the parameters."""
-    row, begin, _ = chunk_of(table, chunks)
+    row, begin = chunk_of(table, chunks)
     param, backup = tl.load(row + PARAM), tl.load(row + BACKUP)
     if takes_words(row, begin, param | backup):
         store(row, param, begin, load(row, backup, begin, T, True), T, True)

@@ -21,7 +21,7 @@ def signed_constant(row, begin, value, seed, draw, T: tl.constexpr):
 @triton.jit(do_not_specialize=["seed", "draw"])
 def rademacher(table, chunks, seed: tl.int64, draw: tl.int64, T: tl.constexpr):
     """z into the parameters' column."""
-    row, begin, _ = chunk_of(table, chunks)
+    row, begin = chunk_of(table, chunks)
     out = tl.load(row + PARAM)
     z = narrow(signed_constant(row, begin, tl.full((), 1.0, tl.float32), seed, draw, T), T)
     if takes_words(row, begin, out):
@@ -33,7 +33,7 @@ def rademacher(table, chunks, seed: tl.int64, draw: tl.int64, T: tl.constexpr):
 @triton.jit(do_not_specialize=["seed", "draw"])
 def probe(table, chunks, h, seed: tl.int64, draw: tl.int64, T: tl.constexpr):
     """Parameters become x + h z. h lies in memory, as a number among the arguments would be a float32."""
-    row, begin, _ = chunk_of(table, chunks)
+    row, begin = chunk_of(table, chunks)
     param = tl.load(row + PARAM)
     hz = signed_constant(row, begin, tl.load(h), seed, draw, T)
     if takes_words(row, begin, param):

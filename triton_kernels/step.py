@@ -22,6 +22,7 @@ from .access import (
     chunk_of,
     inside,
     load,
+    place_of,
     store,
     takes_words,
 )
@@ -114,6 +115,18 @@ def momentum_squares(row, begin, m, x, ADAPTIVE: tl.constexpr, FULL: tl.constexp
 
 
 @triton.jit
+def again(row, address, COLUMN: tl.constexpr, FULL: tl.constexpr):
+    """An address for a store after loads.
+
+    It is read again where chunks are not full, lest the addresses of their single elements wait in registers.
+    """
+    if FULL:
+        return address
+    else:
+        return tl.load(row + COLUMN)
+
+
+@triton.jit
 def step_of(
     row,
     begin,
@@ -133,7 +146,7 @@ def step_of(
 ):
     """One chunk. All is read before anything is written, as the backup may be the parameter."""
     param, grad, backup, exp_avg, hessian, product = addresses
-    tally, square = results
+    chunks, tallies, squares = results
     seed, draw, noise_draw = draws
     x = widen(load(row, backup, begin, T, FULL))
     g = widen(load(row, grad, begin, T, FULL))
@@ -141,6 +154,7 @@ def step_of(
     d = load(row, hessian, begin, C, FULL)
     bias2 = s.bias2
     if REFRESH:
+        tally = tallies + place_of(chunks) * 3
         d, bias2 = refreshed(row, begin, product, grad, g, d, s, tally, seed, draw, T, SAMPLE, FULL)
     m = momentum(m, g, s)  # before the power, which needs many registers
     denom = denominator(d, bias2, s, POWER)
@@ -150,11 +164,11 @@ def step_of(
         moved = round_stochastically(moved, noise, T)
     written = narrow(moved, T)
     if APART:  # before the stores, which need registers for addresses
-        tl.store(square, momentum_squares(row, begin, m, widen(written), ADAPTIVE, FULL))
+        tl.store(squares + place_of(chunks), momentum_squares(row, begin, m, widen(written), ADAPTIVE, FULL))
     store(row, param, begin, written, T, FULL)
-    store(row, exp_avg, begin, m, C, FULL)
+    store(row, again(row, exp_avg, EXP_AVG, FULL), begin, m, C, FULL)
     if REFRESH:
-        store(row, hessian, begin, d, C, FULL)
+        store(row, again(row, hessian, HESSIAN, FULL), begin, d, C, FULL)
 
 
 @triton.jit(do_not_specialize=["seed", "draw"])
@@ -181,26 +195,23 @@ def step(
     """
     C: tl.constexpr = tl.float64 if T == tl.float64 else tl.float32
     TARGET: tl.constexpr = BACKUP if APART else PARAM
-    row, begin, place = chunk_of(table, chunks)
+    row, begin = chunk_of(table, chunks)
     s = rounded(scalars, tl.load(row + COHORT), C)
     param, grad, backup = tl.load(row + TARGET), tl.load(row + GRAD), tl.load(row + BACKUP)
     exp_avg, hessian, product = tl.load(row + EXP_AVG), tl.load(row + HESSIAN), tl.load(row + PRODUCT)
     addresses = (param, grad, backup, exp_avg, hessian, product)
     seed, draw = seed.to(tl.int64), draw.to(tl.int64)
-    number, used, tally, square = seed, param | grad | backup | exp_avg | hessian, scalars, scalars
+    number, used = seed, param | grad | backup | exp_avg | hessian
     if AT_RANDOM:
         number = tl.load(noise_draw)
     if REFRESH:
         used |= product
-        tally = tallies + place * 3
-    if APART:
-        square = squares + place
-    results, draws = (tally, square), (seed, draw, number)
+    results, draws = (chunks, tallies, squares), (seed, draw, number)
     if s.skip != 0:  # gradients overflowed: the tally stays 0
         # So rare that the short words of the last chunk do.
         if APART:
             m, x = load(row, exp_avg, begin, C, False), widen(load(row, backup, begin, T, False))
-            tl.store(square, momentum_squares(row, begin, m, x, ADAPTIVE, False))
+            tl.store(squares + place_of(chunks), momentum_squares(row, begin, m, x, ADAPTIVE, False))
         elif param != backup:
             store(row, param, begin, load(row, backup, begin, T, False), T, False)
     elif takes_words(row, begin, used):
