@@ -22,6 +22,8 @@ ON_ANY_DEVICE = {
     "test_perturb",
     "test_probe",
     "test_step",
+    "test_apart",
+    "test_gap",
     "test_philox",
     "test_parity",
     "test_cuda_device",
