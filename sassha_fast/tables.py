@@ -72,6 +72,7 @@ class TablePasses(Passes, ABC):
         self.keep: list[Tensor] = []  # whatever the table points to that nobody else holds
         self.checked = False
         self.shared = 0
+        self.spare: list[Tensor] = []  # memory for x where gradients need theirs, from the first such ascent on
         self.refitted: list[tuple[Tensor, Tensor]] = []  # gradients in another layout, and their copies
 
     def bind_state(self, exp_avgs: list[Tensor], hessians: list[Tensor], apart: list[Tensor] | None = None) -> None:
@@ -148,8 +149,10 @@ class TablePasses(Passes, ABC):
 
     def _backups(self, take_grads: bool | Sequence[bool]) -> list[Tensor]:
         """Memory for x: that of a gradient where it may be taken and is not shared, else new."""
-        if take_grads is False:
-            return [torch.empty_like(w) for w in self.weights]
+        if take_grads is False:  # kept, as the kernel of an operating system takes its time to find so much
+            if not self.spare:
+                self.spare = [torch.empty_like(w) for w in self.weights]
+            return self.spare
         taken = repeat(True) if isinstance(take_grads, bool) else self._pick(take_grads)
         owned = (self.table[:, FLAGS] & OWNS_BUFFER).tolist()
         rows = zip(self.grads, self.weights, taken, owned, strict=False)
