@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from . import reference
-from .accessors import no_grad, version
+from .accessors import no_grad
 from .base import Params, SecondOrder
 from .passes import Stepped
 from .plan import Plan
@@ -260,24 +260,14 @@ class MSASSHA(SecondOrder):
                 "MSASSHA.step: the parameters hold the true weights since eval(), so the gradients are not those at "
                 "x + ε; call opt.train() before the forward pass"
             )
-        climbed = self._climbed
-        if climbed is not None and self._ascent is None and list(map(version, climbed.params)) != self._versions:
-            changed = [
-                name
-                for name, p, before in zip(climbed.names, climbed.params, self._versions, strict=True)
-                if p._version != before
-            ]
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        changed = self._changed(self._climbed) if self._ascent is None else None
+        if changed is not None:
             raise RuntimeError(
-                f"MSASSHA.step: {changed[0]}{more} changed in place while holding x + ε, and the update of x would "
-                "lose that; change weights within `with opt.true_weights():`. opt.eval() goes back to x now"
+                f"MSASSHA.step: {changed} changed in place while holding x + ε, and the update of x would lose that; "
+                "change weights within `with opt.true_weights():`. opt.eval() goes back to x now"
             )
         if self._probe is not None and self._curvature is None:
-            self._take_probes()
-
-    def _take_probes(self) -> None:
-        """The products of probes that nobody has taken yet, in :meth:`step`."""
-        self.take_products()
+            self.take_products()
 
     @no_grad
     def take_products(self, scaler: GradScaler | None = None) -> None:
@@ -313,10 +303,6 @@ class MSASSHA(SecondOrder):
         self._weight_norm = plan.weight_norm()
         self._ascent = plan
         self._moved(plan)
-
-    def _check_untouched(self, caller: str) -> None:
-        if self._ascent is not None:
-            super()._check_untouched(caller)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

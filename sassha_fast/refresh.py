@@ -268,19 +268,20 @@ class Refreshing(Reducing):
 
     def _check_untouched(self, caller: str) -> None:
         """Raises if anybody else changed the perturbed weights in place: the way back to x would lose it."""
-        ascent = self._ascent
-        if ascent is None or list(map(version, ascent.params)) == self._versions:
-            return
-        changed = [
-            name
-            for name, p, before in zip(ascent.names, ascent.params, self._versions, strict=True)
-            if p._version != before
-        ]
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        raise RuntimeError(
-            f"{self._name}.{caller}: {changed[0]}{more} changed in place while holding x + ε, and going back loses "
-            "that; move the line that changes weights to after step(). The weights are x again"
-        )
+        changed = self._changed(self._ascent)
+        if changed is not None:
+            raise RuntimeError(
+                f"{self._name}.{caller}: {changed} changed in place while holding x + ε, and going back loses that; "
+                "move the line that changes weights to after step(). The weights are x again"
+            )
+
+    def _changed(self, plan: Plan | None) -> str | None:
+        """Which parameters of a plan changed since we moved them last, None if none did."""
+        if plan is None or list(map(version, plan.params)) == self._versions:
+            return None
+        rows = zip(plan.names, plan.params, self._versions, strict=True)
+        names = [name for name, p, before in rows if p._version != before]
+        return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     def _undo_ascent(self, *, tell_autograd: bool = True) -> None:
         """Puts x back, if the weights are perturbed."""

@@ -1,0 +1,112 @@
+"""Checkpoints and copies of M-SASSHA, taken while the parameters hold x or x + ε."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from test_family import by_hand, make_problem
+from test_momentum import options_for, started
+from torch import nn
+from training import assert_same_bits, assert_same_state, snapshot, state_of
+
+from sassha_fast import MSASSHA
+from sassha_fast.state import ASCENT_SCALE, EXP_AVG, HESSIAN, WEIGHT
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_checkpoint_taken_in_either_state_resumes_bit_for_bit(dtype, evaluating):
+    expected, expected_opt = started(23, dtype)
+    problem, opt = started(13, dtype)
+    if evaluating:
+        opt.eval()
+    model, state = copy.deepcopy(problem.net.state_dict()), pickle.loads(pickle.dumps(opt.state_dict()))
+    other = make_problem(dtype, seed=1)
+    new = MSASSHA(other.net.parameters(), **{**options_for(dtype), "rho": 0.7})
+    other.net.load_state_dict(model)
+    new.load_state_dict(state)
+    assert new.evaluating == evaluating
+    new.train()
+    for _ in range(10):
+        by_hand(new, other.loss)
+    assert_same_bits(snapshot(other.net), snapshot(expected.net))
+    assert_same_state(state_of(new), state_of(expected_opt))
+
+
+def test_loading_writes_what_the_parameters_held_even_if_the_model_was_saved_in_the_other_state():
+    problem, opt = started()
+    perturbed, state = snapshot(problem.net), opt.state_dict()
+    with opt.true_weights():
+        model = copy.deepcopy(problem.net.state_dict())
+    other = make_problem(torch.float32, seed=1)
+    new = MSASSHA(other.net.parameters())
+    other.net.load_state_dict(model)
+    new.load_state_dict(state)
+    assert_same_bits(snapshot(other.net), perturbed)
+
+
+def test_a_checkpoint_in_evaluation_has_weights_that_were_changed_there():
+    problem, opt = started()
+    opt.eval()
+    with torch.no_grad():
+        problem.net[0].bias.fill_(0.25)
+    entry = opt.state_dict()["state"][1]
+    assert (entry[WEIGHT] == 0.25).all()
+
+
+def test_checkpoints_of_the_authors_optimizer_load():
+    problem, opt = started(13)
+    opt.eval()
+    theirs = {
+        "state": {
+            i: {
+                "hessian_step": 13,
+                "step": 13,
+                "grad_momentum": opt.state[p][EXP_AVG].clone(),
+                "hess_momentum": opt.state[p][HESSIAN].clone(),
+            }
+            for i, p in enumerate(problem.net.parameters())
+        },
+        "param_groups": [
+            {
+                **{key: opt.param_groups[0][key] for key in ("lr", "betas", "weight_decay", "rho", "eps", "maximize")},
+                "norm_factor": [torch.tensor(-opt.state[problem.net[0].weight][ASCENT_SCALE])],
+                "params": list(range(6)),
+            }
+        ],
+    }
+    other = make_problem(torch.float32, seed=1)
+    new = MSASSHA(other.net.parameters())
+    other.net.load_state_dict(problem.net.state_dict())
+    new.load_state_dict(theirs)
+    assert new.evaluating
+    for optimizer, net in ((opt, problem), (new, other)):
+        optimizer.train()
+        for _ in range(9):
+            by_hand(optimizer, net.loss)
+    assert_same_bits(snapshot(other.net), snapshot(problem.net))
+
+
+def test_a_checkpoint_of_sassha_is_refused_and_changes_nothing():
+    problem, opt = started()
+    state = opt.state_dict()
+    entries = state["state"].items()
+    del_weight = {i: {k: v for k, v in entry.items() if k != WEIGHT} for i, entry in entries}
+    before, weights = state_of(opt), snapshot(problem.net)
+    with pytest.raises(ValueError, match="lacks \\['weight'\\]"):
+        opt.load_state_dict({**state, "state": del_weight})
+    assert_same_state(state_of(opt), before)
+    assert_same_bits(snapshot(problem.net), weights)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_model_and_optimizer_goes_on_like_the_original(copied):
+    problem, opt = started()
+    net, other = copied((problem.net, opt))
+    x, y = torch.randn(16, 1, 6, 6), torch.randint(0, 3, (16,))
+    for model, optimizer in ((problem.net, opt), (net, other)):
+        for _ in range(8):
+            by_hand(optimizer, lambda model=model: nn.functional.cross_entropy(model(x), y))
+    assert_same_bits(snapshot(net), snapshot(problem.net))
+    assert_same_state(state_of(other), state_of(opt))
