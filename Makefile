@@ -12,7 +12,7 @@ FORMATTED := $(NATIVE) $(wildcard bench/*.cpp tests/*.cpp)
 
 # One architecture keeps development quick; `make wheel` and setup.py by themselves build for all.
 SASSHA_CUDA_ARCHS ?= 80
-$(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
+$(INSTALLED) $(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
 
 .DEFAULT_GOAL := help
 .PHONY: help build sim test test-large mutants prove-gpu prove-triton demo label-noise bench scale lint format wheel report
