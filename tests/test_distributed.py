@@ -146,7 +146,7 @@ def test_processes_that_use_other_parameters_agree(two, name):
     assert [entry.get("step") for entry in found["state"]] == [8, 8, 8, 8, 7, 7, None, None]
 
 
-@pytest.mark.parametrize("name", ["uneven", "uneven_sync"])
+@pytest.mark.parametrize("name", ["uneven", "uneven_sync", "uneven_momentum"])
 def test_a_process_without_data_takes_the_steps_of_the_others(two, name):
     for rank in two[name]:
         assert {entry["step"] for entry in rank["state"]} == {4}
