@@ -78,7 +78,7 @@ class Climbing(SecondOrder):
         signed = [-r if group["maximize"] else r for r, group in zip(rho, self.param_groups, strict=True)]
         offsets = [group["perturb_eps"] for group in self.param_groups]
         scales = reference.ascent_scales(square_sums, signed, offsets, on_device=self.capturable)
-        if self.hvp != "exact" and (self._time % self.lazy_hessian == 0 or any(self._without_curvature(plan))):
+        if self.hvp != "exact" and (self._scheduled or any(self._without_curvature(plan))):
             self._weight_norm = plan.weight_norm()
         plan.count_draw(self._draw(plan))
         plan.perturb(scales, take_grads=idle, seed=self.seed)

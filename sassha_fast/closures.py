@@ -150,7 +150,7 @@ def _run(
             stack.enter_context(torch.enable_grad())
             stack.enter_context(opt._unsynced())
             if sent and not isinstance(closure, Accumulated):
-                stack.enter_context(opt._reducing_early(refresh=descent and opt._clock() % opt.lazy_hessian == 0))
+                stack.enter_context(opt._reducing_early(refresh=descent and opt._scheduled))
             if graph:
                 stack.enter_context(refresh_context(opt._model))
                 stack.enter_context(CreateGraph())

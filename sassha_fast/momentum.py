@@ -147,10 +147,8 @@ class MSASSHA(SecondOrder):
         self._refuse_probes("train")
         if not self.evaluating:
             return
-        params = self._moved_params()
-        for p in params:
-            local(self.state[p][WEIGHT]).copy_(local(p.data))
-        self._derive(params)
+        self._adopt_weights()
+        self._derive(self._moved_params())
         self._set_evaluating(False)
 
     @contextmanager
@@ -186,6 +184,11 @@ class MSASSHA(SecondOrder):
     def _set_evaluating(self, value: bool) -> None:
         for group in self.param_groups:
             group["evaluating"] = value
+
+    def _adopt_weights(self) -> None:
+        """Makes what the parameters hold the true weights."""
+        for p in self._moved_params():
+            local(self.state[p][WEIGHT]).copy_(local(p.data))
 
     def _refuse_probes(self, caller: str) -> None:
         if self._ascent is not None:
@@ -310,8 +313,7 @@ class MSASSHA(SecondOrder):
     def state_dict(self) -> dict[str, Any]:
         """See ``torch.optim.Optimizer.state_dict``. It has x, so it may be taken whatever the parameters hold."""
         if self.evaluating:
-            for p in self._moved_params():
-                local(self.state[p][WEIGHT]).copy_(local(p.data))
+            self._adopt_weights()
         packed = super().state_dict()
         plain = {
             key: {**entry, ASCENT_SCALE: float(entry[ASCENT_SCALE]), ASCENT_DRAW: int(entry[ASCENT_DRAW])}

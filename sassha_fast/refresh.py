@@ -128,7 +128,7 @@ class Refreshing(Reducing):
         True every ``lazy_hessian`` steps until a refresh has succeeded, and, once ``perturb_weights`` has shown which
         parameters take part, also if one of them has no curvature yet (in one process; several keep to the schedule).
         """
-        if self._clock() % self.lazy_hessian == 0:
+        if self._scheduled:
             return True
         ascent = self._ascent
         return ascent is not None and not ascent.has_curvature and any(self._without_curvature(ascent))
@@ -139,6 +139,11 @@ class Refreshing(Reducing):
         if self.hvp == "exact" or not self.hessian_due:
             return 0
         return self.n_samples * (2 if self.hvp == "central_difference" else 1)
+
+    @property
+    def _scheduled(self) -> bool:
+        """Whether it is time for a refresh of all parameters. All processes agree on it."""
+        return self._clock() % self.lazy_hessian == 0
 
     def _clock(self) -> int:
         """Steps since the start, not counting steps whose refresh failed. It lives in the parameters' state."""
@@ -167,7 +172,7 @@ class Refreshing(Reducing):
         if plan is None:
             return Curvature(None)
         clock = self._clock()
-        scheduled = clock % self.lazy_hessian == 0
+        scheduled = self._scheduled
         if self.hvp != "exact":  # probes need the ascent's backup to come back from
             if scheduled:
                 raise RuntimeError(
@@ -302,7 +307,7 @@ class Refreshing(Reducing):
         if probe is None or probe.done < len(probe.offsets):
             if probe is not None:
                 self._set_grads(probe.second_pass)
-            if self._clock() % self.lazy_hessian != 0 and probe is None:
+            if not self._scheduled and probe is None:
                 self.stats.skipped_refreshes += 1
                 return Curvature(None)
             raise RuntimeError(
@@ -326,15 +331,15 @@ class Refreshing(Reducing):
         self._is_reduced = True
         if not self._parallel or not self._grads_are_local(self._parameters()):
             return curvature
-        refresh = self._clock() % self.lazy_hessian == 0
-        products = {key: product.value for key, product in (curvature.products or {}).items()} if refresh else None
+        values = {key: product.value for key, product in (curvature.products or {}).items()}
+        products = values if self._scheduled else None
         self._reduce([p for p in self._parameters() if p.requires_grad], products)
         if products is None:
             return Curvature(None)
         return replace(curvature, products={key: Product(value, signed=True) for key, value in products.items()})
 
     def _due_only(self, products: dict[int, Product]) -> dict[int, Product]:
-        if self._clock() % self.lazy_hessian == 0 or self._ascent is None:
+        if self._scheduled or self._ascent is None:
             return products
         missing = zip(self._ascent.params, self._without_curvature(self._ascent), strict=True)
         return {id(p): products[id(p)] for p, is_missing in missing if is_missing and id(p) in products}

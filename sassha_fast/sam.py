@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -103,30 +102,18 @@ class SAM(Climbing):
         self.param_groups = self.base_optimizer.param_groups
         self.state = self.base_optimizer.state
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to both optimizers."""
-        super().add_param_group(param_group)
-        if hasattr(self, "base_optimizer"):
-            self._share()
-
     # ---- no curvature -------------------------------------------------------------------------------------------
 
     @property
-    def hessian_due(self) -> bool:
-        """False: there is no curvature, so no pass needs a graph."""
+    def _scheduled(self) -> bool:
         return False
+
+    def _without_curvature(self, plan: Plan) -> list[bool]:
+        """None that should have some."""
+        return [False] * len(plan.params)
 
     def _clock(self) -> int:
         return int(self.param_groups[0]["ascents"])
-
-    def _curvature_at(self, plan: Plan | None, grads: Sequence[Tensor], caller: str) -> Curvature:
-        return Curvature(None)
-
-    def _reduced(self, curvature: Curvature) -> Curvature:
-        self._is_reduced = True
-        if self._parallel and self._grads_are_local(self._parameters()):
-            self._reduce([p for p in self._parameters() if p.requires_grad], None)
-        return curvature
 
     # ---- descent ------------------------------------------------------------------------------------------------
 

@@ -106,7 +106,7 @@ class Updating(Refreshing):
             succeeded = self._record_refresh(
                 plan.params, states, products, [scalars[c].bias2 for c in cohorts], stepped.tallies
             )
-            if not succeeded and clock % self.lazy_hessian == 0:
+            if not succeeded and self._scheduled:
                 next_clock = clock  # a scheduled refresh that failed is still due
         self._count_step(states, steps, next_clock, skip)
 
@@ -216,7 +216,7 @@ class Updating(Refreshing):
         if self.perturb_sync:
             self._reduce(params, None)
             self._set_grads({})
-        products: dict[int, Tensor] | None = {} if self._clock() % self.lazy_hessian == 0 else None
+        products: dict[int, Tensor] | None = {} if self._scheduled else None
         self._reduce(params, products)
         plan, grads = self._gather()
         if plan is not None:

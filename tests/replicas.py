@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import make_net
 
-from sassha_fast import GSASSHA, MSASSHA, SASSHA, collectives
+from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, collectives
 
 ROWS = 24  # of the joined batch: two, three and four processes share it evenly
 OPTIONS = {"lr": 0.03, "rho": 0.05, "lazy_hessian": 10, "weight_decay": 0.01}
@@ -198,6 +198,19 @@ def uneven(method: type[Any] = SASSHA, **options: Any) -> dict[str, Any]:
     return results(net, opt)
 
 
+def uneven_sam() -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net(torch.float64)
+    model = DDP(net)
+    opt = SAM(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    opt.attach(model)
+    loss = part_loss(model, torch.float64, rank, size)
+    with Join([opt]):
+        for _ in range(3 + rank):
+            opt.step(closure_of(opt, loss))
+    return {"params": results(net, opt)["params"], "ascents": opt.param_groups[0]["ascents"]}
+
+
 def broken_rank(way: str) -> dict[str, Any]:
     """In step 3 the last process has a gradient that is not a number."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -323,6 +336,7 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "uneven": lambda: uneven(),
     "uneven_sync": lambda: uneven(perturb_sync=True),
     "uneven_momentum": lambda: uneven(MSASSHA),
+    "uneven_sam": uneven_sam,
     "momentum": lambda: train(method=MSASSHA),
     "momentum_fd": lambda: train(method=MSASSHA, hvp="finite_difference"),
     "momentum_by_hand": lambda: train("one_pass", method=MSASSHA),

@@ -152,6 +152,10 @@ def test_a_process_without_data_takes_the_steps_of_the_others(two, name):
         assert {entry["step"] for entry in rank["state"]} == {4}
 
 
+def test_a_process_without_data_takes_the_steps_of_sam(two):
+    assert [rank["ascents"] for rank in two["uneven_sam"]] == [4, 4]
+
+
 @pytest.mark.parametrize("name", ["broken_closure", "broken_local"])
 def test_a_process_whose_gradient_is_not_a_number_makes_all_skip_the_step(two, name):
     for rank in two[name]:
