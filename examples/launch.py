@@ -20,7 +20,10 @@ def start() -> torch.device:
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if gpu else "gloo")
+    # A restart finds the store of the processes that failed: their addresses are under another prefix.
+    store, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=size)
     return torch.device("cuda", local_rank) if gpu else torch.device("cpu")
 
 
