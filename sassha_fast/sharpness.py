@@ -1,25 +1,21 @@
-"""How sharp a minimum is: eigenvalues, trace and spectrum of the Hessian, and what perturbations do to the loss.
+"""How sharp a minimum is: spectrum of the Hessian, what perturbations do to the loss, and the landscape around.
 
 Measures of the paper's section on sharpness, for any model, loss and data: λmax and trace of the Hessian of the mean
-loss, δL_grad and δL_avg, and the spectral density. Needs scipy (``pip install sassha_fast[sharpness]``).
+loss, δL_grad and δL_avg, the spectral density, and the loss along lines and planes. :mod:`sassha_fast.plots` draws
+them. Needs scipy (``pip install sassha_fast[sharpness]``).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .contexts import frozen_batchnorm, refresh_context
+from .mean_loss import require_count, require_positive
+from .spectrum import SpectralDensity, Spectrum
 
-__all__ = ["Sharpness", "SharpnessReport"]
-
-Loss = Callable[[Any, Any], Tensor]
+__all__ = ["Curve", "Sharpness", "SharpnessReport", "SpectralDensity", "Surface"]
 
 
 @dataclass(frozen=True)
@@ -50,222 +46,90 @@ class SharpnessReport:
         )
 
 
-class Sharpness:
+@dataclass(frozen=True)
+class Curve:
+    """The loss along a line: ``losses[i]`` is L(x + ``steps[i]``·``direction``).
+
+    Attributes:
+        steps: Multiples of the direction, from −radius to radius.
+        losses: The loss at each, in float64.
+        direction: The direction, as one vector.
+        kind: ``"random"``, ``"gradient"``, ``"eigenvector"`` or ``"given"``.
+    """
+
+    steps: Tensor
+    losses: Tensor
+    direction: Tensor
+    kind: str
+
+
+@dataclass(frozen=True)
+class Surface:
+    """The loss on a plane: ``losses[i, j]`` is L(x + ``steps[i]``·``directions[0]`` + ``steps[j]``·``directions[1]``).
+
+    Attributes:
+        steps: Multiples of the directions, from −radius to radius.
+        losses: The loss at each pair, in float64.
+        directions: Both directions, as rows.
+        kind: ``"random"``, ``"eigenvectors"`` or ``"given"``.
+    """
+
+    steps: Tensor
+    losses: Tensor
+    directions: Tensor
+    kind: str
+
+
+class Sharpness(Spectrum):
     """Sharpness of a mean loss at the present weights of a model.
 
     Every product with the Hessian is a pass over all data, so a subset is often enough. The model runs in the mode that
     it is in (call ``model.eval()`` for running statistics of BatchNorm and no dropout); statistics are not moved, and
-    weights are put back bit for bit. With M-SASSHA, measure within ``opt.true_weights()``.
+    weights are put back bit for bit, also if a measure is interrupted. With M-SASSHA, measure within
+    ``opt.true_weights()``.
 
     Args:
         model: The network.
         loss_fn: ``loss_fn(model(x), y)``, the mean loss of a batch.
-        data: Batches (x, y), as often as they are asked for: a list or a data loader without shuffling.
+        data: Batches (x, y), as often as they are asked for: a list or a data loader without shuffling. Tensors are
+            moved to the model's device.
         progress: Show a progress bar for every measure (needs tqdm).
         seed: Of random directions.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Loss,
-        data: Iterable[tuple[Any, Any]],
-        *,
-        progress: bool = False,
-        seed: int = 0,
-    ) -> None:
-        """Checks that there are parameters and data; see the class."""
-        if iter(data) is data:
-            raise TypeError(
-                f"Sharpness: data is a {type(data).__name__} that runs out after one pass; pass a list or a data loader"
-            )
-        self.model, self.loss_fn, self.data, self.progress, self.seed = model, loss_fn, data, progress, seed
-        self.params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        if not self.params:
-            raise ValueError("Sharpness: the model has no parameter that requires a gradient")
-        self.sizes = [p.numel() for p in self.params]
-        self.size = sum(self.sizes)
-
-    # ---- loss, gradient, product ---------------------------------------------------------------------------------
-
-    def _batches(self) -> Iterator[tuple[Tensor, int]]:
-        """The loss of every batch and its number of examples."""
-        found = False
-        with frozen_batchnorm(self.model):
-            for x, y in self.data:
-                found = True
-                yield self.loss_fn(self.model(x), y), len(y) if hasattr(y, "__len__") else 1
-        if not found:
-            raise ValueError("Sharpness: data has no batch")
-
-    def _mean(self, parts: Iterable[tuple[Any, int]]) -> Any:
-        total: Any = 0.0
-        count = 0
-        for part, n in parts:
-            total, count = total + part * n, count + n
-        return total / count
-
-    @torch.no_grad()
-    def loss(self) -> float:
-        """The mean loss."""
-        return float(self._mean((value.double(), n) for value, n in self._batches()))
-
-    def gradient(self) -> Tensor:
-        """∇L as one vector."""
-        parts = ((self._flat(torch.autograd.grad(value, self.params)), n) for value, n in self._batches())
-        gradient: Tensor = self._mean(parts)
-        return gradient
-
-    def product(self, v: Tensor) -> Tensor:
-        """The Hessian of L times a vector."""
-        parts = self._shaped(v)
-
-        def products() -> Iterator[tuple[Tensor, int]]:
-            for value, n in self._batches():
-                grads = torch.autograd.grad(value, self.params, create_graph=True, materialize_grads=True)
-                used = [(g, z) for g, z in zip(grads, parts, strict=True) if g.requires_grad]
-                outputs, signs = [g for g, _ in used], [z for _, z in used]
-                yield self._flat(torch.autograd.grad(outputs, self.params, signs, materialize_grads=True)), n
-
-        with refresh_context(self.model):
-            product: Tensor = self._mean(products())
-        return product
-
-    def _shaped(self, v: Tensor) -> list[Tensor]:
-        """The parts of a vector in the shapes of the parameters."""
-        return [part.view_as(p) for part, p in zip(torch.split(v, self.sizes), self.params, strict=True)]
-
-    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-    def _directions(self, n: int, *, signs: bool) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(self.seed)
-        like = self.params[0]
-        for _ in self._bar(range(n)):
-            v = torch.randn(self.size, generator=generator, dtype=torch.float64)
-            yield (torch.where(v < 0, -1.0, 1.0) if signs else v).to(like)
-
-    def _bar(self, steps: Iterable[Any]) -> Iterable[Any]:
-        if not self.progress:
-            return steps
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
-        shown: Iterable[Any] = tqdm(steps)
-        return shown
-
-    # ---- Hessian -------------------------------------------------------------------------------------------------
-
-    def eigenvalues(self, k: int = 1, *, tolerance: float = 1e-3) -> list[float]:
-        """The k largest eigenvalues, by scipy's Lanczos iteration, the largest first."""
-        from scipy.sparse.linalg import LinearOperator, eigsh  # type: ignore[import-untyped]
-
-        like = self.params[0]
-
-        def matvec(v: Any) -> Any:
-            return self.product(torch.as_tensor(v).reshape(-1).to(like)).double().cpu().numpy()
-
-        start = next(iter(self._directions(1, signs=False))).double().cpu().numpy()
-        operator = LinearOperator((self.size, self.size), matvec=matvec, dtype="float64")
-        values = eigsh(operator, k=k, which="LA", tol=tolerance, v0=start, return_eigenvectors=False)
-        return sorted((float(value) for value in values), reverse=True)
-
-    def trace(self, products: int = 60) -> float:
-        """The trace by Hutch++: a third of the products finds the directions that matter, the rest is Hutchinson's.
-
-        With at least as many products as parameters it is exact.
-        """
-        if products >= self.size:
-            identity = torch.eye(self.size, dtype=self.params[0].dtype, device=self.params[0].device)
-            return sum(float(self.product(e)[i]) for i, e in enumerate(identity))
-        third = max(products // 3, 1)
-        drawn = list(self._directions(2 * third, signs=True))
-        sketch = torch.stack([self.product(v) for v in drawn[:third]], dim=1).double()
-        basis, _ = torch.linalg.qr(sketch)
-        like = self.params[0]
-
-        def quadratic(v: Tensor) -> float:
-            return float(v @ self.product(v.to(like)).double())
-
-        found = sum(quadratic(q) for q in basis.unbind(1))
-        rest = [v.double() - basis @ (basis.T @ v.double()) for v in drawn[third:]]
-        return found + sum(map(quadratic, rest)) / len(rest)
-
-    def spectral_density(
-        self, steps: int = 40, probes: int = 1, *, points: int = 512, width: float = 0.01
-    ) -> tuple[Tensor, Tensor]:
-        """The density of eigenvalues, by stochastic Lanczos quadrature (Ghorbani et al., 2019).
-
-        Args:
-            steps: Of Lanczos, each a product.
-            probes: Random vectors to average over.
-            points: Of the grid.
-            width: Standard deviation of the Gaussians that stand for eigenvalues, relative to the range.
-
-        Returns:
-            A grid of eigenvalues and the density there, whose integral is 1.
-        """
-        nodes, weights = [], []
-        for v in self._directions(probes, signs=True):
-            values, vectors = torch.linalg.eigh(self._tridiagonal(v, steps))
-            nodes.append(values)
-            weights.append(vectors[0].square() / probes)
-        values, shares = torch.cat(nodes), torch.cat(weights)
-        span = float(values.max() - values.min()) or 1.0
-        sigma = width * span
-        grid = torch.linspace(float(values.min()) - 5 * sigma, float(values.max()) + 5 * sigma, points).double()
-        bumps = torch.exp(-0.5 * ((grid[:, None] - values) / sigma) ** 2) / (sigma * math.sqrt(2 * math.pi))
-        return grid, bumps @ shares
-
-    def _tridiagonal(self, start: Tensor, steps: int) -> Tensor:
-        """Lanczos' matrix, with full reorthogonalisation."""
-        basis = [start.double() / start.double().norm()]
-        diagonal: list[float] = []
-        beside: list[float] = []
-        for _ in range(min(steps, self.size)):
-            w = self.product(basis[-1].to(self.params[0])).double()
-            diagonal.append(float(w @ basis[-1]))
-            for _ in range(2):  # once leaves rounding errors that make ghosts of eigenvalues
-                known = torch.stack(basis)
-                w = w - known.T @ (known @ w)
-            norm = float(w.norm())
-            if norm < 1e-10 * max(map(abs, diagonal)):
-                break
-            beside.append(norm)
-            basis.append(w / norm)
-        n = len(diagonal)
-        off = torch.tensor(beside[: n - 1], dtype=torch.float64)
-        return torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
-
     # ---- perturbations -------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def moved(self, direction: Tensor) -> Iterator[None]:
-        """The weights x + direction within, x bit for bit afterwards."""
-        kept = [p.detach().clone() for p in self.params]
-        try:
-            with torch.no_grad():
-                torch._foreach_add_(self.params, self._shaped(direction))
-            yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(self.params, kept)
-
-    def _loss_at(self, direction: Tensor) -> float:
-        with self.moved(direction):
-            return self.loss()
 
     def gradient_gap(self, rho: float = 0.1) -> float:
         """δL_grad: what a step of length ρ along the gradient adds to the loss."""
-        gradient = self.gradient()
-        return self._loss_at(gradient * (rho / gradient.norm())) - self.loss()
+        require_positive("Sharpness.gradient_gap", "rho", rho)
+        return self._loss_at(rho * self._ascent_direction("gradient_gap")) - self.loss()
 
     def average_gap(self, rho: float = 0.1, samples: int = 50) -> float:
         """δL_avg: what a random step of length ρ adds to the loss on average."""
-        directions = self._directions(samples, signs=False)
-        return sum(self._loss_at(v * (rho / v.norm())) for v in directions) / samples - self.loss()
+        require_positive("Sharpness.average_gap", "rho", rho)
+        require_count("Sharpness.average_gap", "samples", samples)
+        total = 0.0
+        with self._bar("average gap", samples) as tick:
+            for v in self._directions(samples, signs=False):
+                total += self._loss_at(v * (rho / v.norm()))
+                tick()
+        return total / samples - self.loss()
+
+    def _ascent_direction(self, caller: str) -> Tensor:
+        gradient = self.gradient()
+        norm = float(gradient.norm())
+        if not 0.0 < norm < float("inf"):
+            raise ValueError(
+                f"Sharpness.{caller}: the gradient has norm {norm}, so there is no direction along it; measure "
+                "average_gap, or the curve along another direction"
+            )
+        return gradient / norm
 
     def report(self, rho: float = 0.1, *, products: int = 60, samples: int = 50) -> SharpnessReport:
         """All measures of the paper's table."""
+        require_positive("Sharpness.report", "rho", rho)
+        require_count("Sharpness.report", "products", products)
+        require_count("Sharpness.report", "samples", samples)
         return SharpnessReport(
             self.loss(),
             self.eigenvalues()[0],
@@ -274,3 +138,103 @@ class Sharpness:
             self.average_gap(rho, samples),
             rho,
         )
+
+    # ---- landscape -----------------------------------------------------------------------------------------------
+
+    def filter_normalised(self, direction: Tensor) -> Tensor:
+        """Gives each filter of a direction the norm of the filter of the weights (Li et al., 2018).
+
+        So that networks can be compared whose weights have different scales. A filter is what makes one output: a
+        slice of the first dimension. Parameters of one dimension (biases, weights of norms) do not move.
+        """
+        parts = []
+        for d, p in zip(self._shaped(direction), self.params, strict=True):
+            if p.dim() < 2:
+                parts.append(torch.zeros_like(d))
+                continue
+            rows, weights = d.flatten(1), p.detach().flatten(1)
+            norms = rows.norm(dim=1, keepdim=True)
+            scales = weights.norm(dim=1, keepdim=True) / torch.where(norms == 0, 1.0, norms)
+            parts.append(rows * scales)
+        return self._flat(parts)
+
+    def curve(self, direction: str | Tensor = "random", radius: float = 1.0, points: int = 41) -> Curve:
+        """The loss along a line through the weights.
+
+        Args:
+            direction: ``"random"``, normalised by filters, so that at 1 the step is as long as the weights are;
+                ``"gradient"`` or ``"eigenvector"`` (of λmax), of length 1; or a vector, which is taken as it is.
+            radius: How far to go in both directions.
+            points: On the line; if odd, the weights themselves are among them.
+        """
+        caller = "Sharpness.curve"
+        require_positive(caller, "radius", radius)
+        require_count(caller, "points", points, least=2)
+        kind = direction if isinstance(direction, str) else "given"
+        if isinstance(direction, Tensor):
+            vector = self._flat(self._shaped(direction))
+        elif direction == "random":
+            vector = self._random_directions(caller, 1)[0]
+        elif direction == "gradient":
+            vector = self._ascent_direction("curve")
+        elif direction == "eigenvector":
+            vector = self.eigenpairs()[1][0]
+        else:
+            raise ValueError(
+                f"{caller}: direction is {direction!r}, expected 'random', 'gradient', 'eigenvector' or a vector"
+            )
+        steps = _symmetric(radius, points)
+        losses = []
+        with self._bar(f"curve ({kind})", points) as tick:
+            for t in steps.tolist():
+                losses.append(self._loss_at(t * vector))
+                tick()
+        return Curve(steps, torch.tensor(losses, dtype=torch.float64), vector, kind)
+
+    def surface(
+        self, directions: str | tuple[Tensor, Tensor] = "random", radius: float = 1.0, points: int = 21
+    ) -> Surface:
+        """The loss on a plane through the weights, which takes points² passes over all data.
+
+        Args:
+            directions: ``"random"``, two of them, normalised by filters; ``"eigenvectors"`` of the two largest
+                eigenvalues, of length 1; or two vectors, which are taken as they are.
+            radius: How far to go in all directions.
+            points: On each side; if odd, the weights themselves are among them.
+        """
+        caller = "Sharpness.surface"
+        require_positive(caller, "radius", radius)
+        require_count(caller, "points", points, least=2)
+        kind = directions if isinstance(directions, str) else "given"
+        if not isinstance(directions, str) and len(directions) == 2:
+            plane = torch.stack([self._flat(self._shaped(v)) for v in directions])
+        elif directions == "random":
+            plane = self._random_directions(caller, 2)
+        elif directions == "eigenvectors":
+            plane = self.eigenpairs(2)[1]
+        else:
+            raise ValueError(
+                f"{caller}: directions is {directions!r}, expected 'random', 'eigenvectors' or two vectors"
+            )
+        steps = _symmetric(radius, points)
+        losses = torch.empty(points, points, dtype=torch.float64)
+        with self._bar(f"surface ({kind})", points**2) as tick:
+            for i, s in enumerate(steps.tolist()):
+                for j, t in enumerate(steps.tolist()):
+                    losses[i, j] = self._loss_at(s * plane[0] + t * plane[1])
+                    tick()
+        return Surface(steps, losses, plane, kind)
+
+    def _random_directions(self, caller: str, n: int) -> Tensor:
+        found = torch.stack([self.filter_normalised(v) for v in self._directions(n, signs=False)])
+        if not bool(found.any()):
+            raise ValueError(
+                f"{caller}: a direction normalised by filters is 0, as there is no weight of two dimensions that is "
+                "not 0; pass 'gradient' or vectors"
+            )
+        return found
+
+
+def _symmetric(radius: float, points: int) -> Tensor:
+    """From −radius to radius, both and an odd grid's 0 exactly."""
+    return torch.arange(1 - points, points, 2, dtype=torch.float64) / (points - 1) * radius
