@@ -8,6 +8,8 @@ BUILT := sassha_fast/_native.so
 NATIVE := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cuh csrc/*/*.cu)
 SOURCES := setup.py $(NATIVE)
 SIM := build/native/_cuda_sim.so
+BENCH := build/bench.json
+DATA ?= ../shared/data
 FORMATTED := $(NATIVE) $(wildcard bench/*.cpp tests/*.cpp)
 
 # One architecture keeps development quick; `make wheel` and setup.py by themselves build for all.
@@ -15,8 +17,8 @@ SASSHA_CUDA_ARCHS ?= 80
 $(INSTALLED) $(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
 
 .DEFAULT_GOAL := help
-.PHONY: help build sim test test-large mutants prove-gpu prove-triton demo label-noise bench scale lint format wheel report
-.PHONY: clean
+.PHONY: help build sim test test-large mutants prove-gpu prove-triton demo label-noise compare bench report backends scale
+.PHONY: lint format wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -51,14 +53,24 @@ mutants: $(BUILT) $(SIM) ## break the CUDA kernels in many ways and see that the
 prove-gpu: prove-triton ## read registers, accesses and occupancy from GPU machine code into docs/gpu.md; no GPU needed
 	$(BIN)/python bench/prove_gpu.py
 
-demo: $(BUILT) ## train digits with AdamW, SAM and SASSHA side by side
+demo: $(BUILT) ## train digits with AdamW, SAM and SASSHA side by side, and draw what came of it
 	$(BIN)/python -m examples.digits
 
 label-noise: $(BUILT) ## compare eight optimizers on digits with wrong labels, half an hour, and write docs/methods.md
 	$(BIN)/python -m examples.label_noise
 
+compare: $(BUILT) ## train eight optimizers on CIFAR-10 and tiny Shakespeare, two hours; DATA is the folder of both
+	$(BIN)/python -m examples.compare cifar10 --data $(DATA)/cifar10-jpeg.tar.xz
+	$(BIN)/python -m examples.compare shakespeare --data $(DATA)/tinyshakespeare.txt
+
 bench: $(BUILT) ## run the benchmarks against the eager loop, AdamW and the machine's bandwidth
-	$(BIN)/python -m pytest bench
+	$(BIN)/python -m pytest bench --benchmark-json=$(BENCH)
+
+$(BENCH):
+	$(MAKE) bench
+
+report: $(BUILT) $(BENCH) ## write build/report/index.html from the last `make bench`, which is run if there was none
+	$(BIN)/python -m bench.report --json $(BENCH)
 
 scale: $(INSTALLED) ## compute the model of traffic between GPUs and write it into docs/scale.md
 	$(BIN)/python bench/scale.py
@@ -66,7 +78,7 @@ scale: $(INSTALLED) ## compute the model of traffic between GPUs and write it in
 prove-triton: $(BUILT) ## compile the Triton kernels for every GPU and write what they became into docs/gpu.md
 	$(BIN)/python -m bench.prove_triton
 
-report: $(BUILT) ## print which backends run here
+backends: $(BUILT) ## print which backends run here
 	$(BIN)/python -m sassha_fast
 
 lint: $(INSTALLED) ## check style and types

@@ -71,7 +71,7 @@ def pictures_apart(args: argparse.Namespace) -> tuple[Iterable[Batch], list[Batc
     train, test, _ = image.load(whole, PICTURES["resnet20"][0])
     rest = image.subset(test, len(test.labels))  # in the order in which the first ones were taken
     indices = list(torch.arange(args.validation_size, len(rest.labels)).split(250))
-    few = [torch.arange(128), torch.arange(128, 256)]
+    few = [torch.arange(128)]
     return image.pictures.batches(rest, indices, 32, None, 0, 0), list(
         image.pictures.batches(train, few, 32, None, 0, 0)
     )
@@ -82,7 +82,7 @@ def plays_apart(args: argparse.Namespace) -> tuple[Iterable[Batch], list[Batch]]
     read = text.load(args.data, None, args.tokens, args.vocabulary)
     length = LANGUAGE["char-gpt"][3]
     rest = text.Text(read.train, read.validation[args.validation_size * length :], read.vocabulary)
-    return text.batches(rest, length, 16, 0, 0).validation(), list(text.batches(read, length, 16, 0, 0).train(0, 0))[:4]
+    return text.batches(rest, length, 16, 0, 0).validation(), list(text.batches(read, length, 16, 0, 0).train(0, 0))[:2]
 
 
 TASKS = {
@@ -92,7 +92,7 @@ TASKS = {
         image.prepare,
         pictures_apart,
         "--preset cifar10-resnet20 --train-size 8000 --validation-size 2000 --batch 128 --epochs 4 --schedule cosine "
-        "--weight-decay 5e-4 --amp",
+        "--weight-decay 5e-4 --rho 0.05 --amp",
         {
             "sgd": "",
             "adamw": "",
@@ -157,7 +157,7 @@ def measured(task: str, data: Path, cell: Cell) -> dict[str, float]:
         with run.true_weights():
             loss, accuracy = evaluated(model, unseen)
             sharpness = Sharpness(model, flat_loss, training)
-            values = {"eigenvalue": sharpness.eigenvalues(tolerance=1e-2)[0], "trace": sharpness.trace(30)}
+            values = {"eigenvalue": sharpness.eigenvalues(tolerance=1e-2)[0], "trace": sharpness.trace(24)}
         kept.write_text(json.dumps({"loss": loss, "accuracy": accuracy, **values}))
     result: dict[str, float] = json.loads(kept.read_text())
     return result

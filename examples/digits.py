@@ -2,7 +2,8 @@
 
 The same small network is trained from the same starting points on the same batches. The table at the end shows where
 each optimizer arrived (accuracy on the test images, training loss), what it paid (milliseconds and gradient
-computations per step) and how sharp a minimum it found (the trace of the Hessian of the training loss).
+computations per step) and how sharp a minimum it found (trace and largest eigenvalue of the Hessian of the training
+loss). A picture and a page with both are written to ``build/demo``.
 
 Run it with ``python -m examples.digits``, and with ``--label-noise 0.2`` to see what wrong training labels change.
 """
@@ -16,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +25,16 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from examples.story import Story, tell
 from sassha_fast import SASSHA, backends
+from sassha_fast.sharpness import Curve, Sharpness
 
 try:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"examples.digits: {error}; pip install scikit-learn tqdm")
+    sys.exit(f"examples.digits: {error}; pip install sassha_fast[examples]")
 
 # The warning is about a reference cycle of parameters and gradients; SASSHA detaches the gradients itself.
 warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True", UserWarning)
@@ -94,11 +98,11 @@ CONTENDERS: dict[str, tuple[Callable[..., Optimizer], Callable[..., Tensor]]] = 
 # Learning rates, each the best of GRID in validation accuracy by --lr-search: with clean labels, with 20% label noise.
 PRESETS = {"AdamW": (0.003, 0.003), "SAM": (0.1, 0.1), "SASSHA": (0.1, 0.03)}
 
-ROW = "{:<9}  {:>16}  {:>10}  {:>7}  {:>7}  {:>15}"
+ROW = "{:<9}  {:>16}  {:>10}  {:>7}  {:>7}  {:>15}  {:>13}"
 NOTES = """
 GC/step: time of a step in gradient computations, one being a forward and backward pass of the same network and batch.
-Hessian trace: sharpness at the end, 20 probes on the training images. It shrinks together with the training loss, so
-compare it between optimizers that reached a similar loss. ± is the standard deviation over seeds."""
+Hessian trace and λmax: sharpness at the end, on the training images. They shrink together with the training loss, so
+compare them between optimizers that reached a similar loss. ± is the standard deviation over seeds."""
 
 
 def load_splits(device: torch.device) -> tuple[Split, Split, Split]:
@@ -133,26 +137,22 @@ def evaluate(model: nn.Module, split: Split) -> tuple[float, float]:
     return F.cross_entropy(logits, y).item(), 100 * (logits.argmax(1) == y).float().mean().item()
 
 
-def hessian_trace(model: nn.Module, split: Split, probes: int = 20) -> float:
-    """Hutchinson's estimate, the mean of zᵀHz over random signs z. All calls draw the same z."""
-    params = list(model.parameters())
-    generator = torch.Generator().manual_seed(0)
-    signs = [[torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in params] for _ in range(probes)]
-    total = 0.0
-    for x, y in zip(split[0].split(2 * BATCH), split[1].split(2 * BATCH), strict=True):  # in parts that fit a cache
-        grads = torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), params, create_graph=True)
-        for z in signs:
-            products = torch.autograd.grad(grads, params, z, retain_graph=True)
-            total += sum((a * b).sum().item() for a, b in zip(z, products, strict=True))
-    return total / (probes * len(split[1]))
+def sharpness(model: nn.Module, split: Split) -> Sharpness:
+    """Of the mean loss on a split, in parts that fit a cache."""
+    x, y = split
+    return Sharpness(model, F.cross_entropy, list(zip(x.split(2 * BATCH), y.split(2 * BATCH), strict=True)))
 
 
 @dataclass(frozen=True)
 class Run:
+    """A trained network, the time of its steps, and mean training loss and validation accuracy of every epoch."""
+
     model: nn.Module
     train: Split
     step_ms: float
     gradient_ms: float
+    losses: list[float]
+    accuracies: list[float]
 
 
 def now(device: torch.device) -> float:
@@ -179,6 +179,7 @@ def train(name: str, lr: float, seed: int, data: Split, validation: Split, args:
     order = torch.Generator().manual_seed(seed)
     step_times: list[float] = []
     gradient_times: list[float] = []
+    history: tuple[list[float], list[float]] = [], []
     for _ in range(args.epochs):
         losses = []
         for x, y in batches(data, order):
@@ -196,12 +197,13 @@ def train(name: str, lr: float, seed: int, data: Split, validation: Split, args:
             step_times.append(now(args.device) - start)
             losses.append(loss)
             schedule.step()
-        accuracy = evaluate(model, validation)[1]
-        bar.set_postfix_str(f"loss {torch.stack(losses).mean():.4f}, accuracy {accuracy:5.1f}%", refresh=False)
+        history[0].append(torch.stack(losses).mean().item())
+        history[1].append(evaluate(model, validation)[1])
+        bar.set_postfix_str(f"loss {history[0][-1]:.4f}, accuracy {history[1][-1]:5.1f}%", refresh=False)
         bar.update()
     # A median for each place in the cycle of refreshes: one of all steps would miss the step in ten that refreshes.
     step_ms = statistics.fmean(statistics.median(step_times[place::LAZY]) for place in range(LAZY))
-    return Run(model, data, step_ms, statistics.median(gradient_times))
+    return Run(model, data, step_ms, statistics.median(gradient_times), *history)
 
 
 def progress(title: str, total: int) -> tqdm:
@@ -239,23 +241,52 @@ def compare(args: argparse.Namespace) -> None:
             with progress(f"seed {seed}  {name:<7}", args.epochs) as bar:
                 runs[name].append(train(name, lr, seed, data, validation, args, bar))
     traces: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    with progress("Hessian trace  ", args.seeds * len(CONTENDERS)) as bar:
+    largest: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    curves: dict[str, Curve] = {}
+    with progress("sharpness      ", args.seeds * len(CONTENDERS)) as bar:
         for name, group in runs.items():
             for run in group:
-                traces[name].append(hessian_trace(run.model, run.train))
+                measured = sharpness(run.model, run.train)
+                traces[name].append(measured.trace(24))
+                largest[name].append(measured.eigenvalues(tolerance=1e-2)[0])
                 bar.update()
-    header = ("optimizer", "test accuracy, %", "train loss", "ms/step", "GC/step", "Hessian trace")
-    print("\n" + ROW.format(*header) + "\n" + "-" * len(ROW.format(*header)))
+            curves[name] = sharpness(group[0].model, group[0].train).curve(radius=0.5, points=21)
+    header = ["optimizer", "test accuracy, %", "train loss", "ms/step", "GC/step", "Hessian trace", "λmax"]
+    table = [header]
     for name, group in runs.items():
-        cells = (
-            name,
-            spread([evaluate(run.model, test)[1] for run in group]),
-            f"{statistics.fmean(evaluate(run.model, run.train)[0] for run in group):.5f}",
-            f"{statistics.median(run.step_ms for run in group):.2f}",
-            f"{statistics.median(run.step_ms / run.gradient_ms for run in group):.2f}",
-            spread(traces[name]),
+        table.append(
+            [
+                name,
+                spread([evaluate(run.model, test)[1] for run in group]),
+                f"{statistics.fmean(evaluate(run.model, run.train)[0] for run in group):.5f}",
+                f"{statistics.median(run.step_ms for run in group):.2f}",
+                f"{statistics.median(run.step_ms / run.gradient_ms for run in group):.2f}",
+                spread(traces[name]),
+                spread(largest[name]),
+            ]
         )
-        print(ROW.format(*cells))
+    lines = [ROW.format(*row) for row in table]
+    print("\n" + lines[0] + "\n" + "-" * len(lines[0]) + "\n" + "\n".join(lines[1:]))
+    story = Story(
+        what=what(args),
+        table=table,
+        notes=NOTES.strip(),
+        losses={name: [run.losses for run in group] for name, group in runs.items()},
+        accuracies={name: [run.accuracies for run in group] for name, group in runs.items()},
+        curves=curves,
+        traces=traces,
+    )
+    picture, page = tell(story, args.out)
+    print(f"{NOTES}\n\nPicture: {picture}\nPage:    {page}")
+
+
+def what(args: argparse.Namespace) -> str:
+    """A sentence about data, network and length."""
+    size = sum(p.numel() for p in build_model().parameters())
+    return (
+        f"{TRAIN} training images, {args.label_noise:.0%} of them with wrong labels; a CNN of {size:,} parameters, "
+        f"batch {BATCH}, {args.epochs} epochs, {args.device}, threads: {args.threads}"
+    )
 
 
 def spread(values: list[float]) -> str:
@@ -271,6 +302,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--label-noise", type=float, default=0.0, help="share of wrong training labels, 0 to 1")
     parser.add_argument("--backend", default="auto", choices=["auto", *backends.names()], help="of SASSHA")
     parser.add_argument("--device", type=torch.device, default="cpu", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder of picture and page")
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--lr-search", action="store_true", help="redo the search behind the preset learning rates")
     args = parser.parse_args()
@@ -282,17 +314,12 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
-    size = sum(p.numel() for p in build_model().parameters())
-    print(
-        f"{TRAIN} training images, {args.label_noise:.0%} of them with wrong labels; a CNN of {size:,} parameters, "
-        f"batch {BATCH}, {args.epochs} epochs, {args.device}, threads: {args.threads}"
-    )
+    print(what(args))
     start = time.perf_counter()
     if args.lr_search:
         search(args)
     else:
         compare(args)
-        print(NOTES)
     print(f"Total: {time.perf_counter() - start:.0f} s")
 
 

@@ -38,8 +38,8 @@ from .digits import (
     batches,
     build_model,
     evaluate,
-    hessian_trace,
     load_splits,
+    sharpness,
     spread,
     with_noise,
 )
@@ -87,22 +87,6 @@ def train(name: str, lr: float, seed: int, data: Split) -> nn.Module:
     return model
 
 
-def largest_eigenvalue(model: nn.Module, split: Split, iterations: int = 50) -> float:
-    """Of the Hessian of the mean training loss, in magnitude, by power iteration."""
-    params = list(model.parameters())
-    generator = torch.Generator().manual_seed(0)
-    v = [torch.randn(p.shape, generator=generator) for p in params]
-    value = 0.0
-    grads = torch.autograd.grad(F.cross_entropy(model(split[0]), split[1]), params, create_graph=True)
-    for _ in range(iterations):
-        norm = torch.stack([a.square().sum() for a in v]).sum().sqrt()
-        v = [a / norm for a in v]
-        product_ = torch.autograd.grad(grads, params, v, retain_graph=True)
-        value = sum((a * b).sum().item() for a, b in zip(v, product_, strict=True))
-        v = list(product_)
-    return value
-
-
 Cell = tuple[str, float, float, int]  # method, noise, learning rate, seed
 
 
@@ -116,8 +100,9 @@ def run(cell: Cell) -> dict[str, Any]:
     result = {"cell": cell, "validation": evaluate(model, validation)[1], "loss": evaluate(model, data)[0]}
     if seed in SEEDS:
         result["test"] = evaluate(model, test)[1]
-        result["trace"] = hessian_trace(model, data)
-        result["eigenvalue"] = largest_eigenvalue(model, data)
+        measured = sharpness(model, data)
+        result["trace"] = measured.trace()
+        result["eigenvalue"] = measured.eigenvalues()[0]
     return result
 
 
