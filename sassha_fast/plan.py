@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import backends
-from .accessors import address
+from .accessors import address, ranged
 from .capturable import DeviceScalars
 from .hutchinson import exact_products
 from .passes import Members, Passes, Product, Stepped
@@ -118,6 +118,7 @@ class Plan:
             passes.bind_state(*(self._split_tensors(column, positions) for column in tensors))
         self.states, self.state_addresses = states, addresses
 
+    @ranged("norm")
     def square_sums(self, *, of_ascent: bool) -> Tensor:
         """Squared gradient norm per group, on the first parameter's device, weighed as ``of_ascent`` asks for."""
         flags = self.adaptive if of_ascent else [False] * len(self.parts)
@@ -131,6 +132,7 @@ class Plan:
             total = total + other.to(total.device) / replicas
         return self._over_shards(total)
 
+    @ranged("perturb")
     def perturb(self, scales: Tensor, *, take_grads: bool | Sequence[bool], seed: int) -> None:
         """Moves every parameter to x + ε."""
         for (passes, positions), adaptive, draw in zip(self.parts, self.adaptive, self.draws, strict=True):
@@ -138,6 +140,7 @@ class Plan:
             taken = take_grads if isinstance(take_grads, bool) else self._split(take_grads, positions)
             passes.perturb(here, adaptive=adaptive, take_grads=taken, seed=seed, draw=draw)
 
+    @ranged("momentum_ascent")
     def momentum_ascent(self, scales: Tensor, seed: int) -> None:
         """Writes x + ε into every parameter, from x that lives apart and from the momentum."""
         for (passes, _), adaptive, draw in zip(self.parts, self.adaptive, self.draws, strict=True):
@@ -148,12 +151,14 @@ class Plan:
         for passes, _ in self.parts:
             passes.settle()
 
+    @ranged("gap_sums")
     def gap_sums(self, firsts: list[Tensor]) -> Tensor:
         """‖g‖², g·g̃ and ‖g̃‖² of the gradients of the first pass and the bound ones."""
         for passes, positions in self.parts:
             passes.bind_firsts(self._split_tensors(firsts, positions))
         return self._total([passes.gap_sums() for passes, _ in self.parts])
 
+    @ranged("decompose")
     def decompose(self, scales: Tensor) -> None:
         """Makes GSAM's descent of the bound gradients, in place."""
         for (passes, _), draw in zip(self.parts, self.draws, strict=True):
@@ -164,6 +169,7 @@ class Plan:
         for number in self.draws:
             number.copy_(draw) if isinstance(draw, Tensor) else number.fill_(draw)
 
+    @ranged("restore")
     def restore(self) -> None:
         """Puts x back, also where a parameter was given other memory in the meantime."""
         if self.is_current():
@@ -174,6 +180,7 @@ class Plan:
             for i, backup in zip(positions, passes.drop_backups(), strict=True):
                 local(self.params[i].data).copy_(backup)
 
+    @ranged("probe")
     def probe(self, h: float, seed: int, draw: int) -> None:
         """Adds h·z to every parameter."""
         for passes, _ in self.parts:
@@ -187,6 +194,7 @@ class Plan:
             total = float(self._over_shards(torch.tensor(total, dtype=torch.float64, device=self.draws[0].device)))
         return math.sqrt(total)
 
+    @ranged("products")
     def exact_products(
         self, grads: Sequence[Tensor], due: Sequence[bool], **options: Any
     ) -> tuple[list[Product | None], float] | None:
@@ -212,6 +220,7 @@ class Plan:
         passes, local = self.places[position]
         return passes.signs_in_registers(local)
 
+    @ranged("step")
     def step(
         self,
         scalars: Sequence[StepScalars],
