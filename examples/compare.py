@@ -105,7 +105,7 @@ TASKS = {
         },
     ),
     "shakespeare": Task(
-        "Tiny Shakespeare: GPT of 3 layers of width 96, characters, 1 epoch",
+        "Tiny Shakespeare: GPT of 3 layers of width 64, characters, 1 epoch",
         gpt.parse_args,
         gpt.prepare,
         plays_apart,

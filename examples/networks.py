@@ -154,7 +154,7 @@ PICTURES: dict[str, tuple[int, Callable[[int], nn.Module]]] = {
 }
 # By name: layers, width, heads and length of a sequence.
 LANGUAGE: dict[str, tuple[int, int, int, int]] = {
-    "char-gpt": (3, 96, 4, 128),
+    "char-gpt": (3, 64, 4, 128),
     "gpt1-mini": (4, 256, 8, 128),
     "gpt2-small": (12, 768, 12, 1024),
 }
