@@ -1,88 +1,93 @@
 """What training costs: time in units of one gradient computation (GC) of the same model in the same run, and memory."""
 
+from functools import partial
+
 import pytest
-from measure import Measured, interleave, ratio, stopwatch
-from memory import peak
+from measure import interleave, ratio, stopwatch, together
+from memory import watched
 from models import MODELS
-from training import STEPS_OF, build
+from settings import slug
+from training import EXACT, FORWARD, METHODS, ORDINARY, build, runs
 
 INTERVAL = 10  # steps from one refresh to the next
-ROUNDS = {"resnet20": 9, "gpt": 7}
-# What a step of each method is made of, and the target in GC.
-METHODS = {
-    "sam": ("sam", "sam", None),
-    "sassha exact": ("sassha_ordinary", "sassha_exact", 2.35),
-    "sassha finite difference": ("sassha_ordinary", "sassha_finite_difference", 2.2),
-    "g-sassha exact": ("gsassha_ordinary", "gsassha_exact", None),
-    "m-sassha exact": ("msassha_ordinary", "msassha_exact", 1.35),
-    "m-sassha finite difference": ("msassha_ordinary", "msassha_finite_difference", 1.2),
-    "adahessian, every step": ("adahessian", "adahessian", None),
-    "sophia-h": ("sophia_ordinary", "sophia_exact", None),
-    "shampoo": ("shampoo", "shampoo", None),
-    "eager loop": ("eager_ordinary", "eager_refresh", None),
+ROUNDS = {"resnet20": 4, "gpt": 4}
+# Ordinary step, refresh step (of Shampoo: of its preconditioners) and the target in GC. AdaHessian refreshes always.
+COSTS = {
+    "gradient": (("gradient", ORDINARY), ("gradient", ORDINARY), None),
+    "adamw fused": (("adamw fused", ORDINARY), ("adamw fused", ORDINARY), None),
+    "sam": (("sam", ORDINARY), ("sam", ORDINARY), None),
+    "sassha exact": (("sassha", ORDINARY), ("sassha", EXACT), 2.35),
+    "sassha finite difference": (("sassha", ORDINARY), ("sassha", FORWARD), 2.2),
+    "g-sassha exact": (("g-sassha", ORDINARY), ("g-sassha", EXACT), None),
+    "m-sassha exact": (("m-sassha", ORDINARY), ("m-sassha", EXACT), 1.35),
+    "m-sassha finite difference": (("m-sassha", ORDINARY), ("m-sassha", FORWARD), 1.2),
+    "adahessian": (("adahessian", EXACT), ("adahessian", EXACT), None),
+    "sophia-h": (("sophia-h", ORDINARY), ("sophia-h", EXACT), None),
+    "shampoo": (("shampoo", ORDINARY), ("shampoo", EXACT), None),
+    "eager loop": (("eager loop", ORDINARY), ("eager loop", EXACT), None),
 }
+# The turns of a round. Near relatives are neighbours: they differ by less than a minute does to the machine.
+ORDER = [
+    ("adamw fused", ORDINARY), ("gradient", ORDINARY),
+    ("m-sassha", ORDINARY), ("m-sassha", FORWARD), ("m-sassha", EXACT),
+    ("sophia-h", ORDINARY), ("sophia-h", EXACT), ("shampoo", ORDINARY), ("shampoo", EXACT),
+    ("sam", ORDINARY), ("sassha", ORDINARY), ("g-sassha", ORDINARY), ("sassha", EXACT), ("g-sassha", EXACT),
+    ("sassha", FORWARD), ("adahessian", EXACT), ("eager loop", ORDINARY), ("eager loop", EXACT),
+]  # fmt: skip
+GC = ("gradient", ORDINARY)
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def measured(request):
-    contenders = {name: stopwatch(build(request.param, name)) for name in STEPS_OF[request.param]}
-    return request.param, interleave(contenders, ROUNDS[request.param], warmup=1)
+def trained(request, settings):
+    """Every step is built once: watched for its memory, which warms it up, then timed in turns."""
+    model = request.param
+    steps, peaks = {}, {}
+    for method in METHODS:
+        if any(method == turn[0] for turn in ORDER) and runs(method, model):
+            found, mib = watched(partial(build, model, method))
+            steps |= {(method, kind): stopwatch(run) for kind, run in found.items()}
+            peaks |= {(method, kind): value for kind, value in mib.items()}
+    turns = {turn: steps[turn] for turn in ORDER if turn in steps}
+    return model, interleave(turns, settings.rounds(ROUNDS[model]), warmup=0), peaks
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_cost_of_a_step(method, measured, record, say):
-    model, found = measured
-    ordinary, refresh, target = METHODS[method]
+def step_of(found, method):
+    """The mean step of a cycle of ordinary steps and one refresh."""
+    ordinary, refresh, _ = COSTS[method]
+    weights = [(INTERVAL - 1) / INTERVAL, 1 / INTERVAL]
+    return together(method, weights, [found[ordinary], found[refresh]])
+
+
+@pytest.mark.parametrize("method", COSTS, ids=slug)
+def test_step(method, trained, record, say):
+    model, found, peaks = trained
+    ordinary, refresh, target = COSTS[method]
     if ordinary not in found:
-        pytest.skip(f"{method} is not run on {model}")
-    gc = found["gradient"]
-    parts = [ratio(found[name], gc) for name in (ordinary, refresh)]
-    cost = ((INTERVAL - 1) * parts[0] + parts[1]) / INTERVAL
-    pairs = zip(found[ordinary].seconds, found[refresh].seconds, strict=True)
-    seconds = [((INTERVAL - 1) * a + b) / INTERVAL for a, b in pairs]
-    record(Measured(method, seconds), model=model, gc=cost, gc_ordinary=parts[0], gc_refresh=parts[1])
-    goal = "" if target is None else f"  (target {target:g})"
-    say(
-        f"{model:<9} {method:<25} {cost:5.2f} GC a step: ordinary {parts[0]:5.2f}, refresh {parts[1]:5.2f}; "
-        f"1 GC is {gc.median * 1e3:.0f} ms{goal}"
+        pytest.skip(f"{method} does not train {model}")
+    mean = step_of(found, method)
+    cost = ratio(mean, found[GC])
+    parts = [ratio(found[turn], found[GC]).median for turn in (ordinary, refresh)]
+    extra = {} if target is None else {"target": target}
+    note = "" if target is None else f"  (target {target:g})"
+    if method == "g-sassha exact":
+        beside = ratio(mean, step_of(found, "sassha exact"))
+        extra = {"ratio_to_sassha": beside.median}
+        note = f"; {beside} sassha (target 1.02)"
+    record(
+        mean,
+        method,
+        model=model,
+        gc=cost.median,
+        gc_low=cost.low,
+        gc_high=cost.high,
+        gc_ordinary=parts[0],
+        gc_refresh=parts[1],
+        mib_ordinary=peaks[ordinary],
+        mib_refresh=peaks[refresh],
+        **extra,
     )
-
-
-# Neighbours in rounds of their own: what is to be seen here is smaller than what a minute does to the machine.
-
-
-def cycle(parts: dict[str, float]) -> float:
-    """The mean over an interval of ordinary steps and a refresh."""
-    return ((INTERVAL - 1) * parts["ordinary"] + parts["refresh"]) / INTERVAL
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_m_sassha_beside_a_gradient(model, record, say):
-    names = ("gradient", "msassha_ordinary", "msassha_exact", "msassha_finite_difference")
-    found = interleave({name: stopwatch(build(model, name)) for name in names}, 2 * ROUNDS[model], warmup=2)
-    costs = {name: ratio(found[name], found["gradient"]) for name in names}
-    for kind, target in (("exact", 1.35), ("finite_difference", 1.2)):
-        cost = cycle({"ordinary": costs["msassha_ordinary"], "refresh": costs[f"msassha_{kind}"]})
-        say(f"{model:<9} m-sassha {kind:<17} {cost:5.3f} GC beside a gradient alone (target {target:g})")
-    record(found["msassha_ordinary"], model=model, **{f"gc_{name}": value for name, value in costs.items()})
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_g_sassha_beside_sassha(model, record, say):
-    names = [f"{method}_{kind}" for kind in ("ordinary", "exact") for method in ("sassha", "gsassha")]
-    found = interleave({name: stopwatch(build(model, name)) for name in names}, 2 * ROUNDS[model], warmup=2)
-    ratios = [ratio(found[f"gsassha_{kind}"], found[f"sassha_{kind}"]) for kind in ("ordinary", "exact")]
-    times = [found[f"sassha_{kind}"].median for kind in ("ordinary", "exact")]
-    theirs = cycle({"ordinary": times[0], "refresh": times[1]})
-    cost = cycle({"ordinary": ratios[0] * times[0], "refresh": ratios[1] * times[1]}) / theirs
-    record(found["gsassha_ordinary"], model=model, ratio_to_sassha=cost)
-    say(f"{model:<9} g-sassha: {cost:5.3f} x sassha (target 1.02): ordinary {ratios[0]:5.3f}, refresh {ratios[1]:5.3f}")
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_peak_memory(model, benchmark, say):
-    peaks = {name: peak(model, name) for name in STEPS_OF[model]}
-    benchmark.extra_info.update(model=model, **{f"mib_{name}": value for name, value in peaks.items()})
-    benchmark.pedantic(lambda: None, rounds=1)
-    listed = ", ".join(f"{name} {value:.0f}" for name, value in peaks.items())
-    say(f"{model:<9} peak MiB of a step: {listed}")
+    say(
+        f"{model:<8} {method:<26} {cost.median:5.2f} GC ({cost.low:.2f} to {cost.high:.2f}): ordinary {parts[0]:5.2f}, "
+        f"refresh {parts[1]:5.2f}; peak MiB {peaks[ordinary]:.0f} / {peaks[refresh]:.0f}; "
+        f"1 GC is {found[GC].median * 1e3:.0f} ms{note}"
+    )

@@ -1,183 +1,160 @@
-"""One set-up for all contenders: the same shapes, weights and gradients, and what counts as their work."""
+"""One set-up for all optimizers on given shapes: the same weights and gradients, and what counts as their work."""
 
 from __future__ import annotations
 
-import ctypes
-import math
-import subprocess
-import tempfile
-import time
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 from eager import EagerSASSHA
-from measure import Timed, stopwatch
-from shapes import Shapes
+from kernels import kernel_backends, tensors
+from measure import Timed, seconds_of, stopwatch
+from shapes import Shapes, count
 from torch import Tensor
+from torch.optim import Optimizer
 
-from sassha_fast import SASSHA, ops
-from sassha_fast.scalars import Request, step_scalars
-from sassha_fast.tables import BACKUP, EXP_AVG, FLAGS, GRAD, HESSIAN, PARAM, PRODUCT, ROW_WORDS
+from sassha_fast import SAM, SASSHA, AdaHessian, SophiaH
+
+try:
+    from pytorch_optimizer import Shampoo
+except ImportError:  # an extra of the benchmarks
+    Shampoo = None
 
 NEVER = 10**9  # a refresh interval that leaves ordinary steps only, after the first
+LR, RHO = 1e-3, 0.05
 
 
-def tensors(shapes: Shapes, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+@lru_cache(maxsize=2)
+def _gradients(shapes: tuple[tuple[int, ...], ...], seed: int) -> list[Tensor]:
+    """Gradients that no contender writes to; all have the same, so that a hundred million parameters fit."""
+    return tensors(list(shapes), seed)
 
 
-def parameters(shapes: Shapes) -> list[torch.nn.Parameter]:
+def _parameters(shapes: Shapes) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(t) for t in tensors(shapes, 0)]
 
 
-def adamw(shapes: Shapes, **options: bool) -> Timed:
-    """``torch.optim.AdamW.step`` with gradients in place."""
-    params = parameters(shapes)
-    for p, g in zip(params, tensors(shapes, 1), strict=True):
+def _set_grads(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
+    for p, g in zip(params, grads, strict=True):
         p.grad = g
-    return stopwatch(torch.optim.AdamW(params, lr=1e-3, **options).step)
 
 
-def three_calls(opt: SASSHA | EagerSASSHA, params: list[torch.nn.Parameter], shapes: Shapes) -> Timed:
+def _refresh(opt: Optimizer, params: list[torch.nn.Parameter]) -> None:
+    """The first step, which refreshes, so that there is a curvature: that of ‖x‖²/2."""
+    _set_grads(params, [p * 1.0 for p in params])
+    opt.step()
+    opt.zero_grad()
+
+
+def one_call(shapes: Shapes, make: Callable[..., Optimizer], *, refresh: bool = False, **options: object) -> Timed:
+    """``step`` with gradients in place."""
+    params = _parameters(shapes)
+    opt = make(params, lr=LR, **options)
+    if refresh:
+        _refresh(opt, params)
+    _set_grads(params, _gradients(tuple(shapes), 1))
+    return stopwatch(opt.step)
+
+
+def three_calls(shapes: Shapes, make: Callable[..., Optimizer], *, refresh: bool = True, **options: object) -> Timed:
     """The work of perturb_weights, unperturb and step.
 
     Setting gradients is the backward passes' work and giving their memory back is zero_grad's: neither is timed, for
     no contender.
     """
-    first, second = tensors(shapes, 1), tensors(shapes, 2)
+    params = _parameters(shapes)
+    opt = make(params, lr=LR, rho=RHO, **options)
+    if refresh:
+        _refresh(opt, params)
+    first, second = _gradients(tuple(shapes), 1), _gradients(tuple(shapes), 2)
 
-    def set_grads(grads: list[Tensor]) -> list[Tensor]:
+    def copied(grads: list[Tensor]) -> list[Tensor]:
         """Sets copies as gradients; the aliases returned keep their memory until they are dropped."""
-        for p, g in zip(params, grads, strict=True):
-            p.grad = g.clone()
+        _set_grads(params, [g.clone() for g in grads])
         return [p.grad.detach() for p in params]
 
-    loss = sum((p * p).sum() for p in params)
-    loss.backward(create_graph=True)  # the first step refreshes, so that there is a curvature
-    opt.step()
-    opt.zero_grad()
-    del loss
-
-    def timed() -> float:
-        aliases = set_grads(first)
-        begin = time.perf_counter()
-        opt.perturb_weights(zero_grad=True)
-        taken = time.perf_counter() - begin
-        aliases += set_grads(second)
-        begin = time.perf_counter()
+    def descend() -> None:
         opt.unperturb()
         opt.step()
-        taken += time.perf_counter() - begin
+
+    def timed() -> float:
+        aliases = copied(first)
+        taken = seconds_of(partial(opt.perturb_weights, zero_grad=True))
+        aliases += copied(second)
+        taken += seconds_of(descend)
         opt.zero_grad()
         return taken
 
     return timed
 
 
-def sassha(shapes: Shapes, backend: str) -> Timed:
-    params = parameters(shapes)
-    return three_calls(SASSHA(params, lr=1e-3, rho=0.05, lazy_hessian=NEVER, backend=backend), params, shapes)
+def shampoo(shapes: Shapes) -> Timed:
+    """The mean over ten steps of which one inverts the preconditioners.
+
+    Each has copies of the gradients, which it transposes in place.
+    """
+    params = _parameters(shapes)
+    opt = Shampoo(params, lr=LR)
+
+    def step(interval: int) -> float:
+        _set_grads(params, [g.clone() for g in _gradients(tuple(shapes), 1)])
+        opt.preconditioning_compute_steps = interval
+        return seconds_of(opt.step)
+
+    return lambda: 0.9 * step(NEVER) + 0.1 * step(1)
 
 
-def eager(shapes: Shapes) -> Timed:
-    params = parameters(shapes)
-    return three_calls(EagerSASSHA(params, lr=1e-3, rho=0.05, lazy_hessian=NEVER), params, shapes)
+@dataclass(frozen=True)
+class Contender:
+    """How to build an optimizer that is timed on shapes.
+
+    Attributes:
+        build: Takes the shapes.
+        calls: What one step consists of: "three calls", or "step" alone.
+        most_parameters: It is left out of models that are larger,
+        most_tensors: or that have more tensors.
+    """
+
+    build: Callable[[Shapes], Timed]
+    calls: str
+    most_parameters: int = 10**9
+    most_tensors: int = 10**9
+
+    def takes(self, shapes: Shapes) -> bool:
+        return count(shapes) <= self.most_parameters and len(shapes) <= self.most_tensors
 
 
-class Kernels:
-    """The passes as kernels alone, over a table of addresses, as the optimizer calls them."""
-
-    def __init__(self, shapes: Shapes) -> None:
-        ops.load()
-        self.ops = torch.ops.sassha_fast
-        names = ("param", "grad", "backup", "exp_avg", "hessian", "product")
-        self.tensors = {name: tensors(shapes, i) for i, name in enumerate(names)}
-        for d in self.tensors["hessian"]:
-            d.abs_()
-        self.table = torch.zeros(len(shapes), ROW_WORDS, dtype=torch.int64)
-        for column, name in (
-            (PARAM, "param"),
-            (GRAD, "grad"),
-            (BACKUP, "backup"),
-            (EXP_AVG, "exp_avg"),
-            (HESSIAN, "hessian"),
-        ):
-            self.ops.table_bind(self.table, column, self.tensors[name])
-        self.in_grads = self.table.clone()
-        self.in_grads[:, BACKUP] = self.in_grads[:, GRAD]  # perturb puts x into the gradients' memory
-        self.refresh = self.table.clone()
-        self.refresh[:, PRODUCT] = torch.tensor([h.data_ptr() for h in self.tensors["product"]])
-        self.refresh[:, FLAGS] = 0
-        group = {
-            "lr": 1e-3,
-            "betas": (0.9, 0.999),
-            "weight_decay": 0.01,
-            "eps": 1e-4,
-            "hessian_power": 0.5,
-            "maximize": False,
-        }
-        self.scalars = torch.tensor(step_scalars(group, 5, 0.5, refresh=False, request=Request()), dtype=torch.float64)
-        self.draw = torch.zeros(1, dtype=torch.int64)
-        self.scales = torch.full((1,), 1e-6)
-
-    def norm(self) -> None:
-        self.ops.table_square_sums(self.table, 1, False)
-
-    def perturb(self) -> None:
-        self.ops.table_perturb(self.in_grads, self.scales, False, 0, self.draw)
-
-    def restore(self) -> None:
-        self.ops.table_restore(self.table)
-
-    def step(self) -> None:
-        self.ops.table_step(self.table, self.scalars, 0, None)
-
-    def refresh_step(self) -> None:
-        self.ops.table_refresh_step(self.refresh, self.scalars, 0, 0, None, 0)
-
-    def ordinary(self) -> None:
-        """What one ordinary step of a closure costs: norm, perturb, step with restore fused in."""
-        self.norm()
-        self.perturb()
-        self.step()
+def _sassha(backend: str) -> Contender:
+    return Contender(partial(three_calls, make=SASSHA, lazy_hessian=NEVER, backend=backend), "three calls")
 
 
-@cache
-def _floor_library() -> ctypes.CDLL:
-    source = Path(__file__).with_name("roofline.cpp")
-    target = Path(tempfile.mkdtemp()) / "roofline.so"
-    command = ["g++", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(target)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(target))
+def _adamw(**options: bool) -> Contender:
+    return Contender(partial(one_call, make=torch.optim.AdamW, **options), "step")
 
 
-class Floors:
-    """Loops without arithmetic with the reads and writes of each pass, over tensors of the same shapes."""
+def _sam(params: list[torch.nn.Parameter], **options: object) -> SAM:
+    return SAM(params, torch.optim.AdamW, fused=True, **options)
 
-    def __init__(self, shapes: Shapes) -> None:
-        self.lib = _floor_library()
-        self.tensors = [tensors(shapes, seed) for seed in range(6)]
-        lists = [(ctypes.c_void_p * len(shapes))(*(t.data_ptr() for t in column)) for column in self.tensors]
-        self.p, self.b, self.g, self.m, self.d, self.h = lists
-        sizes = (ctypes.c_int64 * len(shapes))(*(math.prod(shape) for shape in shapes))
-        self.rest = (sizes, ctypes.c_int64(len(shapes)), ctypes.c_int(torch.get_num_threads()))
 
-    def norm(self) -> None:
-        self.lib.floor_norm(self.g, *self.rest)
+# Contenders that are compared to a hair stand next to each other.
+OURS = f"sassha {kernel_backends()[0]}"
+CONTENDERS = {
+    OURS: _sassha(kernel_backends()[0]),
+    "adamw fused": _adamw(fused=True),
+    "sam": Contender(partial(three_calls, make=_sam, refresh=False), "three calls"),
+    "adahessian": Contender(partial(one_call, make=AdaHessian, refresh=True, lazy_hessian=NEVER), "step"),
+    "sophia-h": Contender(partial(one_call, make=SophiaH, refresh=True, lazy_hessian=NEVER), "step"),
+    "adamw foreach": _adamw(foreach=True),
+    "adamw for-loop": _adamw(foreach=False, fused=False),
+    **{f"sassha {backend}": _sassha(backend) for backend in (*kernel_backends()[1:], "foreach")},
+    "eager loop": Contender(partial(three_calls, make=EagerSASSHA, lazy_hessian=NEVER), "three calls"),
+}
+if Shampoo is not None:
+    # Its preconditioners are square in every dimension, and each tensor has its own to invert.
+    CONTENDERS["shampoo"] = Contender(shampoo, "step", most_parameters=10**6, most_tensors=100)
 
-    def perturb(self) -> None:
-        self.lib.floor_perturb(self.p, self.g, *self.rest)
 
-    def restore(self) -> None:
-        self.lib.floor_restore(self.p, self.b, *self.rest)
-
-    def step(self) -> None:
-        self.lib.floor_step(self.p, self.b, self.g, self.m, self.d, None, *self.rest)
-
-    def refresh_step(self) -> None:
-        self.lib.floor_step(self.p, self.b, self.g, self.m, self.d, self.h, *self.rest)
-
-    def copy(self) -> None:
-        torch._foreach_copy_(self.tensors[0], self.tensors[1])
+def build(shapes: Shapes) -> dict[str, Timed]:
+    """All optimizers that take these shapes."""
+    return {name: contender.build(shapes) for name, contender in CONTENDERS.items() if contender.takes(shapes)}

@@ -15,21 +15,25 @@ class EagerSASSHA(torch.optim.Optimizer):
     def __init__(self, params, lr=0.15, betas=(0.9, 0.999), weight_decay=0.0, rho=0.0, lazy_hessian=10, eps=1e-4):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "rho": rho, "eps": eps})
         self.lazy_hessian = lazy_hessian
-        self.generator = torch.Generator().manual_seed(0)
+        device = self.all_params()[0].device
+        self.generator = torch.Generator(device).manual_seed(0)
         self.hess: dict[Tensor, Tensor] = {}
         for p in self.all_params():
             self.state[p]["hessian step"] = 0
 
     def probes(self, params):
-        return [torch.randint(0, 2, p.size(), generator=self.generator) * 2.0 - 1.0 for p in params]
+        return [torch.randint(0, 2, p.size(), generator=self.generator, device=p.device) * 2.0 - 1.0 for p in params]
 
     def all_params(self):
         return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
-    def perturb_weights(self, zero_grad=True):
+    def gradient_norm(self):
         norms = [(1.0 * p.grad).norm(p=2) for p in self.all_params() if p.grad is not None]
-        norm = torch.norm(torch.stack(norms), p=2)
+        return torch.norm(torch.stack(norms), p=2)
+
+    @torch.no_grad()
+    def ascend(self, norm):
         for group in self.param_groups:
             scale = group["rho"] / (norm + 1e-12)
             for p in group["params"]:
@@ -38,6 +42,9 @@ class EagerSASSHA(torch.optim.Optimizer):
                 e_w = p.grad * scale.to(p)
                 p.add_(e_w)
                 self.state[p]["e_w"] = e_w
+
+    def perturb_weights(self, zero_grad=True):
+        self.ascend(self.gradient_norm())
         if zero_grad:
             self.zero_grad()
 

@@ -80,6 +80,25 @@ void floor_restore(List p, List b, const int64_t* sizes, int64_t n, int threads)
   });
 }
 
+// Reads and writes in place.
+void floor_probe(List p, const int64_t* sizes, int64_t n, int threads) {
+  for_each_piece(sizes, n, threads, [&](const Piece& piece) {
+    uint32_t* to = p[piece.tensor] + piece.begin;
+    for (int64_t i = 0; i < piece.size; ++i) to[i] ^= 1;
+  });
+}
+
+// Writes alone.
+void floor_rademacher(List z, const int64_t* sizes, int64_t n, int threads) {
+  const uint32_t nothing[128] = {};
+  for_each_piece(sizes, n, threads, [&](const Piece& piece) {
+    for (int64_t at = 0; at < piece.size; at += 128) {
+      const int64_t left = piece.size - at;
+      stream(z[piece.tensor] + piece.begin + at, nothing, left < 128 ? left : 128);
+    }
+  });
+}
+
 // The step with restore fused in: reads b, g, m, d (and h), writes p and m (and d).
 void floor_step(List p, List b, List g, List m, List d, List h, const int64_t* sizes, int64_t n, int threads) {
   for_each_piece(sizes, n, threads, [&](const Piece& piece) {

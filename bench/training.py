@@ -1,28 +1,28 @@
-"""Whole training steps: one gradient, the family with both products, Shampoo, and the eager loop of the authors."""
+"""Whole training steps: a gradient, AdamW, SAM, the family with its products, Shampoo, the authors' eager loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from contenders import NEVER, Shampoo
 from eager import EagerSASSHA
 from models import MODELS, Loss
 from torch import nn
+from torch.optim import Optimizer
 
-from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian, SophiaH
+from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, AdaHessian, SophiaH
 
-try:
-    from pytorch_optimizer import Shampoo
-except ImportError:  # an extra of the benchmarks
-    Shampoo = None
-
-NEVER = 10**9
 RHO, LR = 0.05, 1e-4
+ORDINARY, EXACT = "ordinary", "exact"
+FORWARD, CENTRAL = "finite difference", "central difference"
 
 Step = Callable[[], object]
+Steps = dict[str, Step]  # by kind; a method that takes only one kind of step calls it ordinary
 
 
-def gradient(model: nn.Module, loss: Loss) -> Step:
+def gradient(model: nn.Module, loss: Loss) -> Steps:
     """One gradient computation: what everything is counted in."""
 
     def step() -> None:
@@ -30,36 +30,39 @@ def gradient(model: nn.Module, loss: Loss) -> Step:
             p.grad = None
         loss().backward()
 
-    return step
+    return {ORDINARY: step}
 
 
-def sam(model: nn.Module, loss: Loss) -> Step:
-    """SAM on fused AdamW: two gradients, the weights kept aside in between."""
-    params = list(model.parameters())
-    opt = torch.optim.AdamW(params, lr=LR, fused=True)
+def shampoo(model: nn.Module, loss: Loss) -> Steps:
+    """Shampoo of pytorch_optimizer: steps that invert its preconditioners, and such that do not."""
+    opt = Shampoo(model.parameters(), lr=LR)
+
+    def step(interval: int) -> None:
+        opt.preconditioning_compute_steps = interval
+        opt.zero_grad()
+        loss().backward()
+        opt.step()
+
+    return {ORDINARY: partial(step, NEVER), EXACT: partial(step, 1)}
+
+
+def adamw(model: nn.Module, loss: Loss) -> Steps:
+    """A gradient and fused AdamW."""
+    opt = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def step() -> None:
         opt.zero_grad()
         loss().backward()
-        with torch.no_grad():
-            origin = [p.clone() for p in params]
-            norm = nn.utils.get_total_norm([p.grad for p in params])
-            for p in params:
-                p.add_(p.grad * (RHO / (norm + 1e-12)))
-        opt.zero_grad()
-        loss().backward()
-        with torch.no_grad():
-            torch._foreach_copy_(params, origin)
         opt.step()
 
-    return step
+    return {ORDINARY: step}
 
 
 def family(
-    model: nn.Module, loss: Loss, method: type, *, refresh: bool = False, hvp: str = "exact", **options: float
-) -> Step:
-    """``step(closure)``: an ordinary step, or one that refreshes the curvature."""
-    opt = method(model.parameters(), lr=LR, hvp=hvp, lazy_hessian=1 if refresh else NEVER, **options)
+    model: nn.Module, loss: Loss, make: Callable[..., Optimizer], kinds: tuple[str, ...], **options: float
+) -> Steps:
+    """``step(closure)``: ordinary steps, and such that refresh the curvature in one way or another."""
+    opt = make(model.parameters(), lr=LR, **options)
     opt.attach(model)
 
     def closure() -> torch.Tensor:
@@ -68,14 +71,20 @@ def family(
         value.backward()
         return value
 
-    return lambda: opt.step(closure)
+    def step(kind: str) -> None:
+        opt.lazy_hessian = NEVER if kind == ORDINARY else 1
+        opt.hvp = EXACT if kind == ORDINARY else kind.replace(" ", "_")
+        opt.step(closure)
+
+    return {kind: partial(step, kind) for kind in kinds}
 
 
-def eager(model: nn.Module, loss: Loss, refresh: bool) -> Step:
+def eager(model: nn.Module, loss: Loss) -> Steps:
     """The authors' loop: a graph on every step, whether it is used or not."""
-    opt = EagerSASSHA(model.parameters(), lr=LR, rho=RHO, lazy_hessian=1 if refresh else NEVER)
+    opt = EagerSASSHA(model.parameters(), lr=LR, rho=RHO)
 
-    def step() -> None:
+    def step(interval: int) -> None:
+        opt.lazy_hessian = interval
         loss().backward()
         opt.perturb_weights(zero_grad=True)
         # Its double backward needs what has one, as a user of that code has to see to.
@@ -85,48 +94,46 @@ def eager(model: nn.Module, loss: Loss, refresh: bool) -> Step:
         opt.step()
         opt.zero_grad()
 
-    return step
+    return {ORDINARY: partial(step, NEVER), EXACT: partial(step, 1)}
 
 
-def shampoo(model: nn.Module, loss: Loss) -> Step:
-    """Shampoo of pytorch_optimizer, with its preconditioners computed every tenth step."""
-    opt = Shampoo(model.parameters(), lr=LR, preconditioning_compute_steps=10)
+def sam(model: nn.Module, loss: Loss) -> Steps:
+    """SAM on fused AdamW."""
+    opt = SAM(model.parameters(), torch.optim.AdamW, rho=RHO, lr=LR, fused=True)
+    opt.attach(model)
 
-    def step() -> None:
+    def closure() -> torch.Tensor:
         opt.zero_grad()
-        loss().backward()
-        opt.step()
+        value = loss()
+        value.backward()
+        return value
 
-    return step
+    return {ORDINARY: lambda: opt.step(closure)}
 
 
-STEPS: dict[str, Callable[[nn.Module, Loss], Step]] = {
+METHODS: dict[str, Callable[[nn.Module, Loss], Steps]] = {
     "gradient": gradient,
+    "adamw fused": adamw,
     "sam": sam,
-    "sassha_ordinary": lambda *on: family(*on, SASSHA, rho=RHO),
-    "sassha_exact": lambda *on: family(*on, SASSHA, rho=RHO, refresh=True),
-    "sassha_finite_difference": lambda *on: family(*on, SASSHA, rho=RHO, refresh=True, hvp="finite_difference"),
-    "gsassha_ordinary": lambda *on: family(*on, GSASSHA, rho=RHO, alpha=0.1),
-    "gsassha_exact": lambda *on: family(*on, GSASSHA, rho=RHO, alpha=0.1, refresh=True),
-    "msassha_ordinary": lambda *on: family(*on, MSASSHA, rho=RHO),
-    "msassha_exact": lambda *on: family(*on, MSASSHA, rho=RHO, refresh=True),
-    "msassha_finite_difference": lambda *on: family(*on, MSASSHA, rho=RHO, refresh=True, hvp="finite_difference"),
-    "adahessian": lambda *on: family(*on, AdaHessian, refresh=True),
-    "sophia_ordinary": lambda *on: family(*on, SophiaH),
-    "sophia_exact": lambda *on: family(*on, SophiaH, refresh=True),
+    "sassha": partial(family, make=SASSHA, kinds=(ORDINARY, EXACT, FORWARD), rho=RHO),
+    "g-sassha": partial(family, make=GSASSHA, kinds=(ORDINARY, EXACT), rho=RHO, alpha=0.1),
+    "m-sassha": partial(family, make=MSASSHA, kinds=(ORDINARY, EXACT, FORWARD), rho=RHO),
+    "adahessian": partial(family, make=AdaHessian, kinds=(EXACT,)),
+    "sophia-h": partial(family, make=SophiaH, kinds=(ORDINARY, EXACT)),
     "shampoo": shampoo,
-    "eager_ordinary": lambda model, loss: eager(model, loss, False),
-    "eager_refresh": lambda model, loss: eager(model, loss, True),
-}
-# Its preconditioners are square in every dimension: 8,192 tokens make the GPT's too large to invert here.
-STEPS_OF = {
-    model: [name for name in STEPS if name != "shampoo" or (Shampoo is not None and model == "resnet20")]
-    for model in MODELS
+    "eager loop": eager,
+    # One gradient a step, and products where the weights are: what a refresh adds.
+    "products": partial(family, make=SASSHA, kinds=(ORDINARY, EXACT, FORWARD, CENTRAL), rho=0.0),
 }
 
 
-def build(model: str, step: str) -> Step:
-    """A step of one contender on its own copy of a model, past its first call, which creates state."""
-    run = STEPS[step](*MODELS[model]())
-    run()
-    return run
+def runs(method: str, model: str) -> bool:
+    """Whether a method trains a model: Shampoo's preconditioners of 8,192 tokens are too large to invert here."""
+    return method != "shampoo" or (Shampoo is not None and model == "resnet20")
+
+
+def build(model: str, method: str) -> Steps:
+    """The steps of a method on its own copy of a model, past a first call, which creates state."""
+    steps = METHODS[method](*MODELS[model]())
+    steps[EXACT if EXACT in steps else ORDINARY]()
+    return steps
