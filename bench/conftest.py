@@ -77,6 +77,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="--device cuda, but torch finds no GPU"))
 
 
+def pytest_benchmark_update_machine_info(machine_info: dict[str, object]) -> None:
+    """Notes what a report says about the machine and pytest-benchmark does not."""
+    from bench.report.head import here
+
+    machine_info.update(here())
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if REPORT:
         terminalreporter.section(f"{torch.get_num_threads()} threads, medians of interleaved rounds")

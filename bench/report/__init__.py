@@ -1,0 +1,1 @@
+"""``python -m bench.report``: the benchmarks' JSON as one page of tables and plots."""
