@@ -64,7 +64,7 @@ compare: $(BUILT) ## train eight optimizers on CIFAR-10 and tiny Shakespeare, tw
 	$(BIN)/python -m examples.compare shakespeare --data $(DATA)/tinyshakespeare.txt
 
 bench: $(BUILT) ## run the benchmarks against the eager loop, AdamW and the machine's bandwidth
-	$(BIN)/python -m pytest bench --benchmark-json=$(BENCH)
+	$(BIN)/python -m pytest bench --benchmark-json=$(BENCH) --benchmark-columns=median,iqr,rounds --benchmark-sort=fullname
 
 $(BENCH):
 	$(MAKE) bench

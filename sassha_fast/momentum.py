@@ -144,9 +144,9 @@ class MSASSHA(SecondOrder):
     @no_grad
     def train(self) -> None:
         """Writes x + ε into the parameters again, bit for bit; what was changed since :meth:`eval` is the new x."""
-        self._refuse_probes("train")
         if not self.evaluating:
             return
+        self._refuse_probes("train")
         self._adopt_weights()
         self._derive(self._moved_params())
         self._set_evaluating(False)
