@@ -10,7 +10,7 @@ from settings import slug
 from training import EXACT, FORWARD, METHODS, ORDINARY, build, runs
 
 INTERVAL = 10  # steps from one refresh to the next
-ROUNDS = {"resnet20": 4, "gpt": 4}
+ROUNDS = {"resnet20": 6, "gpt": 5}
 # Ordinary step, refresh step (of Shampoo: of its preconditioners) and the target in GC. AdaHessian refreshes always.
 COSTS = {
     "gradient": (("gradient", ORDINARY), ("gradient", ORDINARY), None),
