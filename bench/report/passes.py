@@ -36,8 +36,9 @@ def passes(run: Run, plots: Plots) -> Section:
     if not records:
         return Section("passes", "Passes", title, missing("the passes beside their roofline", PASS_FILES[0]))
     body = paragraph(
-        "Every pass but the drawing of signs (`rademacher`) is bound by memory. The roofline is a loop on as many threads "
-        "that moves the same bytes and computes nothing: at 100 % arithmetic is free. `ordinary` is norm, perturb and step in a row."
+        "Every pass but the drawing of signs (`rademacher`) is bound by memory. The roofline is a loop on as many "
+        "threads that moves the same bytes and computes nothing: at 100 % arithmetic is free. `ordinary` is norm, "
+        "perturb and step in a row."
     )
     models = in_order(distinct(records, "model"))
     first = _sorted([r for r in records if r.text("model") == models[0]] if models else records)
