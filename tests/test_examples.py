@@ -18,9 +18,10 @@ import torch
 pytest.importorskip("PIL")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
+pytest.importorskip("scipy")
 from PIL import Image
 
-from examples import gpt, image, pictures, presets, text
+from examples import compare, gpt, image, pictures, presets, text
 from examples.networks import PICTURES, language_model
 from examples.optimizers import BUILDERS, build_optimizer, build_schedule
 from sassha_fast.log import read_log
@@ -359,3 +360,36 @@ def test_a_compiled_network_learns(play, tmp_path):
     assert float(rows[2][3]) < float(rows[1][3])
     with pytest.raises(SystemExit, match="finite_difference"):
         gpt.main(gpt_args(play, tmp_path / "other", "--compile", "--hvp", "exact"))
+
+
+# ---- comparison --------------------------------------------------------------------------------------------------
+
+
+def test_the_comparison_chooses_rates_reports_and_resumes(play, tmp_path, monkeypatch):
+    methods = {"sgd": "", "m-sassha": ""}
+    task = replace(
+        compare.TASKS["shakespeare"],
+        options="--preset char-gpt --validation-size 1 --batch 2 --epochs 1",
+        methods=methods,
+    )
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
+    monkeypatch.setattr(compare, "TASKS", {"shakespeare": task})
+    monkeypatch.setattr(compare, "GRID", (1e-6, 0.05))
+    monkeypatch.setattr(compare, "CYCLE", 1)
+    page = tmp_path / "docs" / "shakespeare.md"
+    page.parent.mkdir()
+    page.write_text("before\n<!-- table: begin -->\nold\n<!-- table: end -->\nafter\n")
+    monkeypatch.setattr(sys, "argv", ["compare", "shakespeare", "--data", str(play)])
+    compare.main()
+    text_ = page.read_text()
+    assert text_.startswith("before\n<!-- table: begin -->\n| optimizer | lr |")
+    assert text_.endswith("<!-- table: end -->\nafter\n")
+    assert "old" not in text_
+    rows = [line for line in text_.splitlines() if line.startswith(("| SGD | 0.05 |", "| M-SASSHA | 0.05 |"))]
+    assert len(rows) == 2
+    assert (tmp_path / "docs" / "shakespeare.png").exists()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("checkpoint.pt")}
+    assert len(before) == 6  # two rates of two optimizers, and another seed of each
+    compare.main()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("checkpoint.pt")} == before
+    assert page.read_text() == text_
