@@ -36,7 +36,7 @@ from sassha_fast.sharpness import Sharpness
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (0, 1)
-GRID = (0.003, 0.01, 0.05)
+GRID = (0.003, 0.01, 0.05, 0.2)
 CYCLE = 10  # steps from one refresh to the next: a round of timing has one
 ROUNDS = 3
 Cell = tuple[str, float, int]  # optimizer, learning rate, seed
