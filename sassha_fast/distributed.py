@@ -74,10 +74,10 @@ class Reducing(ModelContexts):
 
     def _unsynced(self) -> AbstractContextManager[Any]:
         """For the passes of a closure: DDP leaves gradients alone."""
+        if isinstance(self._model, DistributedDataParallel) and self.reduce_grads is not False:
+            return self._model.no_sync()  # of one process too: its reducer can't handle a graph either
         if not self._parallel:
             return nullcontext()
-        if isinstance(self._model, DistributedDataParallel):
-            return self._model.no_sync()
         if self.reduce_grads is None:
             raise RuntimeError(
                 f"{self._name}.step: this process is one of {dist.get_world_size()}, and it is not known whether the "

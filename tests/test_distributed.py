@@ -5,7 +5,7 @@ import pytest
 import replicas
 import torch
 from tolerances import DIFFERENCES_FACTOR, PROCESSES_RTOL
-from training import assert_same_bits, assert_same_state, make_net
+from training import assert_same_bits, assert_same_state, make_batch, make_net
 
 from sassha_fast import GSASSHA, MSASSHA, SASSHA, reference
 from sassha_fast.distributed import is_parallel
@@ -207,6 +207,29 @@ def test_what_is_ambiguous_is_refused_and_leaves_the_weights(two):
 
 
 # ---- shards -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [SASSHA, GSASSHA, MSASSHA])
+def test_ddp_of_one_process_equals_no_ddp(method):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        nets = [make_net(), make_net()]
+        for net, model in zip(nets, (nets[0], torch.nn.parallel.DistributedDataParallel(nets[1])), strict=True):
+            opt = method(net.parameters(), lr=0.03, rho=0.05, lazy_hessian=2)
+            opt.attach(model)
+            x, y = make_batch()
+
+            def closure(opt=opt, model=model, x=x, y=y):
+                opt.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            for _ in range(5):
+                opt.step(closure)
+        assert_same_bits(list(nets[1].parameters()), list(nets[0].parameters()))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_shards_equal_one_process_and_ddp(several):
