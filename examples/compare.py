@@ -105,11 +105,11 @@ TASKS = {
         },
     ),
     "shakespeare": Task(
-        "Tiny Shakespeare: GPT of 3 layers of width 64, characters, 1 epoch",
+        "Tiny Shakespeare: half a million characters, GPT of 3 layers of width 64",
         gpt.parse_args,
         gpt.prepare,
         plays_apart,
-        "--preset char-gpt --validation-size 400 --batch 16 --epochs 1",
+        "--preset char-gpt --train-size 500000 --validation-size 400 --batch 16 --epochs 1",
         {
             "sgd": "",
             "adamw": "",

@@ -14,7 +14,7 @@ def figure(columns: int, rows: int = 1) -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise SystemExit(f"examples: {error}; pip install sassha_fast[examples]") from error
+        raise SystemExit(f"examples: {error}; pip install 'sassha_fast[examples]'") from error
     made = Figure(figsize=(4.5 * columns, 3.2 * rows), dpi=120, layout="constrained")
     FigureCanvasAgg(made)
     axes = made.subplots(rows, columns, squeeze=False)

@@ -34,7 +34,7 @@ try:
     from sklearn.model_selection import train_test_split
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"examples.digits: {error}; pip install sassha_fast[examples]")
+    sys.exit(f"examples.digits: {error}; pip install 'sassha_fast[examples]'")
 
 # The warning is about a reference cycle of parameters and gradients; SASSHA detaches the gradients itself.
 warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True", UserWarning)

@@ -27,6 +27,7 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--tokens", choices=["chars", "bytes", "words"], default="chars", help="default: %(default)s")
     p.add_argument("--vocabulary", type=int, default=30000, help="size of one of words; default: %(default)s")
     p.add_argument("--dropout", type=float, default=0.0)
+    p.add_argument("--train-size", type=int, default=0, help="so many training tokens, the first; 0 is all")
     p.add_argument("--validation-size", type=int, default=0, help="sequences to validate on; 0 is all")
     return p.parse_args(given)
 
@@ -35,7 +36,7 @@ def prepare(args: argparse.Namespace) -> Run:
     """The run that the arguments describe, at its beginning."""
     preset, settings = chosen(args, presets.LANGUAGE)
     name = args.model or preset.model
-    read = text.load(args.data, args.validation, args.tokens, args.vocabulary)
+    read = text.load(args.data, args.validation, args.tokens, args.vocabulary, args.train_size)
     data = text.batches(read, LANGUAGE[name][3], preset.batch, args.seed, args.validation_size)
     torch.manual_seed(args.seed)
     model = language_model(name, len(read.vocabulary), args.dropout)

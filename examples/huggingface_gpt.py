@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
 from transformers import TrainingArguments
 
 from examples.gpt2_rule import BATCH, build_model, sequences
@@ -40,6 +41,7 @@ def main(given: list[str] | None = None) -> float:
             per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=args.accumulate,
             bf16=args.bf16,
+            use_cpu=not torch.cuda.is_available(),
             eval_strategy="epoch",
             save_strategy="epoch",
             logging_steps=10,

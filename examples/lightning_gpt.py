@@ -98,7 +98,11 @@ def main(given: list[str] | None = None) -> float:
         precision=args.precision,
         logger=CSVLogger(args.out, name="log"),
         log_every_n_steps=10,
-        callbacks=[SasshaCallback(), ModelCheckpoint(args.out, filename="last", enable_version_counter=False)],
+        enable_model_summary=False,
+        callbacks=[
+            SasshaCallback(),
+            ModelCheckpoint(args.out / "checkpoints", filename="last", enable_version_counter=False),
+        ],
     )
     train = DataLoader(sequences(args.batches * BATCH, seed=1), BATCH, shuffle=True)
     trainer.fit(module, train, DataLoader(sequences(64, seed=2), BATCH), ckpt_path=args.resume)

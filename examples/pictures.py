@@ -24,7 +24,7 @@ try:
     from PIL import Image
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"examples.image: {error}; pip install sassha_fast[examples]")
+    sys.exit(f"examples.image: {error}; pip install 'sassha_fast[examples]'")
 
 Batch = tuple[Tensor, Tensor]
 

@@ -41,7 +41,7 @@ def _read(path: Path, option: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def load(path: Path, validation: Path | None, kind: str, limit: int) -> Text:
+def load(path: Path, validation: Path | None, kind: str, limit: int, size: int = 0) -> Text:
     """Reads one file, whose last tenth is for validation, or two.
 
     Args:
@@ -49,6 +49,7 @@ def load(path: Path, validation: Path | None, kind: str, limit: int) -> Text:
         validation: Validation text; None takes the last tenth of the other.
         kind: ``"chars"``, ``"bytes"`` or ``"words"``, which are what stands between spaces.
         limit: Size of the vocabulary of words; rarer ones are unknown.
+        size: How many training tokens to keep; 0 is all.
     """
     first = _read(path, "--data")
     texts = [first, _read(validation, "--validation")] if validation is not None else [first]
@@ -64,7 +65,7 @@ def load(path: Path, validation: Path | None, kind: str, limit: int) -> Text:
     if len(parts) == 1:
         cut = len(parts[0]) * 9 // 10
         parts = [parts[0][:cut], parts[0][cut:]]
-    return Text(parts[0], parts[1], vocabulary)
+    return Text(parts[0][: size or None], parts[1], vocabulary)
 
 
 def batches(text: Text, length: int, batch: int, seed: int, evaluated: int) -> Data:

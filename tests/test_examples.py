@@ -289,6 +289,7 @@ def test_an_epoch_covers_a_text_once(play):
     rest = list(data.train(0, 2))
     assert torch.equal(rest[0][0], pieces[2][0])
     assert sum(x.numel() for x, _ in pieces) > len(read.train) - 16 * 5
+    assert torch.equal(text.load(play, None, "chars", 0, size=100).train, read.train[:100])
     spelled = "".join(read.vocabulary[i] for i in read.train.tolist())
     assert play.read_text().startswith(spelled)
 

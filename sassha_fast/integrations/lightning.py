@@ -1,0 +1,223 @@
+"""SASSHA in Lightning's automatic optimization: one callback, and the module stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from ..base import SecondOrder
+from ..momentum import MSASSHA
+from .replay import Replay, TrueWeights, numbers
+
+__all__ = ["SasshaCallback"]
+
+
+class SasshaCallback(Callback):  # type: ignore[misc]
+    """What ``lightning.Trainer`` needs for an optimizer that takes several gradients in a step.
+
+    ``configure_optimizers`` returns any optimizer of this package, and the trainer gets the callback::
+
+        trainer = Trainer(callbacks=[SasshaCallback()], accumulate_grad_batches=4, precision="bf16-mixed")
+
+    - Passes at x + ε and at probes cover all micro-batches of ``accumulate_grad_batches``, each with the random numbers
+      of its first pass. They are not seen by ``self.log`` and by torchmetrics of the module; the loss that Lightning
+      reports is that at x.
+    - ``gradient_clip_val`` becomes the optimizer's ``max_grad_norm``, which clips the gradient at x + ε alone.
+    - M-SASSHA's true weights are what is validated, saved and left at the end.
+    - Loggers get ``opt.stats`` under ``sassha/``.
+
+    With manual optimization the loop is yours, and only the last two remain.
+
+    Args:
+        log_stats: Whether loggers get the statistics, every ``log_every_n_steps`` steps.
+    """
+
+    def __init__(self, *, log_stats: bool = True) -> None:
+        """See the class."""
+        self.log_stats = log_stats
+        self._opts: list[SecondOrder] = []
+        self._replay: Replay | None = None
+        self._handles: list[Any] = []
+        self._clip: float | None = None
+        self._logged = 0
+
+    # ---- the beginning and the end of a fit ---------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Connects the optimizers; refuses what can't work with several gradients in a step."""
+        self._opts = [opt for opt in trainer.optimizers if isinstance(opt, SecondOrder)]
+        if not self._opts:
+            names = ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
+            raise TypeError(
+                f"SasshaCallback: configure_optimizers returned {names}, expected an optimizer of sassha_fast; return "
+                "one, or leave the callback out"
+            )
+        if pl_module.automatic_optimization:
+            _check_automatic(trainer, pl_module)
+            self._take_over_clipping(trainer, self._opts[0])
+            self._replay = Replay(self._opts[0])
+            self._handles.append(self._opts[0].register_step_pre_hook(self._before_step))
+        for opt in self._opts:
+            if isinstance(opt, MSASSHA):  # before attach(), whose hook warns of perturbed weights
+                self._handles += TrueWeights(opt, pl_module).handles
+            if opt._model is None:
+                opt.attach(trainer.strategy.model)
+        self._logged = trainer.global_step
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves trainer and module as they were."""
+        self._release(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same after an error or an interrupt."""
+        self._release(trainer)
+
+    def _release(self, trainer: Trainer) -> None:
+        self._show_true_weights()
+        for handle in self._handles:
+            handle.remove()
+        if self._clip is not None:
+            trainer.gradient_clip_val, self._clip = self._clip, None
+        self._handles, self._opts, self._replay = [], [], None
+
+    def _take_over_clipping(self, trainer: Trainer, opt: SecondOrder) -> None:
+        """Lightning would clip every pass: differences of clipped gradients are no products."""
+        clip = trainer.gradient_clip_val
+        if not clip:
+            return
+        if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise ValueError(
+                f"SasshaCallback: gradient_clip_algorithm is 'value' (gradient_clip_val={clip}), which would clip "
+                f"every gradient that a step of {opt._name} takes; use gradient_clip_algorithm='norm', or clip_update= "
+                f"of {opt._name}, which bounds every element of the update"
+            )
+        if opt.max_grad_norm not in (None, clip):
+            raise ValueError(
+                f"SasshaCallback: gradient_clip_val is {clip}, but max_grad_norm of {opt._name} is "
+                f"{opt.max_grad_norm}; give only one of them"
+            )
+        opt.max_grad_norm, self._clip, trainer.gradient_clip_val = float(clip), clip, None
+
+    # ---- passes -------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Goes to x + ε if validation or a checkpoint has shown the true weights, and keeps the batch for the step."""
+        for opt in self._opts:
+            if isinstance(opt, MSASSHA):
+                opt.train()
+        if self._replay is None:
+            return
+        if batch_idx % trainer.accumulate_grad_batches == 0:  # where Lightning zeroes gradients
+            self._replay.parts.clear()
+        with_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
+        given = (batch, batch_idx) if with_index else (batch,)
+        opt, share = self._replay.opt, trainer.accumulate_grad_batches
+
+        def again() -> Tensor | None:
+            with _unheard(pl_module):
+                output = trainer.strategy.training_step(*given)
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                if loss is None:
+                    return None
+                loss = loss / share
+                trainer.strategy.backward(loss, opt)
+            return loss.detach()  # type: ignore[no-any-return]
+
+        self._replay.begin(again)
+
+    def _before_step(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replaces Lightning's closure, which knows the last micro-batch alone, by closures of all."""
+        replay = self._replay
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if replay is None or not replay.parts or closure is None:
+            return None
+        replay.parts[-1].run_first(closure)
+        exact = replay.opt.hvp == "exact" and replay.opt.hessian_due
+        rest = {key: value for key, value in kwargs.items() if key != "closure"}
+        return (args[0], replay.closures(reuse=not exact), *args[2:]), rest
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Takes down the loss of a micro-batch that no step followed yet; after a step, tells loggers of it."""
+        if self._replay is not None and self._replay.parts:
+            self._replay.ran(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
+        step = trainer.global_step
+        if not self.log_stats or step == self._logged or step % trainer.log_every_n_steps:
+            return
+        self._logged = step
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers(self._opts[0].stats), step=step - 1)  # Lightning counts from 0 there
+
+    # ---- true weights -------------------------------------------------------------------------------------------
+
+    def _show_true_weights(self) -> None:
+        for opt in self._opts:
+            if isinstance(opt, MSASSHA):
+                opt.eval()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Shows the true weights, until the next training batch."""
+        self._show_true_weights()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves the true weights in the module."""
+        self._show_true_weights()
+
+
+def _check_automatic(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Raises where Lightning's automatic optimization can't give several gradients in a step."""
+    plugin = trainer.precision_plugin
+    if getattr(plugin, "scaler", None) is not None:
+        raise ValueError(
+            f"SasshaCallback: {type(plugin).__name__} (precision {plugin.precision!r}) has a GradScaler, and Lightning "
+            "then steps without a closure, so that there is no gradient at x + ε; use precision='bf16-mixed', or "
+            "automatic_optimization=False with opt.step(closure, scaler=scaler) as in examples/lightning_gpt.py"
+        )
+    if is_overridden("configure_gradient_clipping", pl_module):
+        raise ValueError(
+            f"SasshaCallback: {type(pl_module).__name__} overrides configure_gradient_clipping, which would clip the "
+            "gradient of the ascent and not that of the descent; remove it and pass max_grad_norm= to the optimizer"
+        )
+    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"SasshaCallback: training_step of {type(pl_module).__name__} takes dataloader_iter, which gives every "
+            "batch once, while a step needs it again at x + ε; let it take batch"
+        )
+
+
+@contextmanager
+def _unheard(pl_module: LightningModule) -> Iterator[None]:
+    """For passes that are run again: ``log`` does nothing, and metrics of the module are as before afterwards."""
+    listeners = [m for m in pl_module.modules() if isinstance(m, LightningModule)]
+    metrics = [(m, _frozen(m)) for m in pl_module.modules() if isinstance(m, Metric)]
+    for module in listeners:
+        module.log = _ignore
+    try:
+        yield
+    finally:
+        for module in listeners:
+            del module.log
+        for metric, attributes in metrics:
+            metric.__dict__.update(attributes)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """In place of ``log``."""
+
+
+def _frozen(metric: Metric) -> dict[str, Any]:
+    """Copies of what an update of a metric changes."""
+    names = (*metric._defaults, "_computed", "_forward_cache", "_update_count")
+    values = {name: getattr(metric, name) for name in names}
+    return {name: value.clone() if isinstance(value, Tensor) else copy(value) for name, value in values.items()}
