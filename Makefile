@@ -18,7 +18,7 @@ $(INSTALLED) $(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
 
 .DEFAULT_GOAL := help
 .PHONY: help build sim test test-large mutants prove-gpu prove-triton demo label-noise compare bench report backends scale
-.PHONY: lint format wheel clean
+.PHONY: docs lint format wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -71,6 +71,9 @@ $(BENCH):
 
 report: $(BUILT) $(BENCH) ## write build/report/index.html from the last `make bench`, which is run if there was none
 	$(BIN)/python -m bench.report --json $(BENCH)
+
+docs: $(INSTALLED) ## build the documentation into build/docs/index.html
+	$(BIN)/mkdocs build --quiet --strict
 
 scale: $(INSTALLED) ## compute the model of traffic between GPUs and write it into docs/scale.md
 	$(BIN)/python bench/scale.py

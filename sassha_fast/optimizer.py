@@ -48,7 +48,7 @@ class SASSHA(Climbing):
             one more gradient, without a graph; ``"central_difference"``, from two.
         hvp_point: Where the Hessian is taken. ``"perturbed"`` follows the paper: at x + ε. ``"upstream"`` does what
             the authors' image code does, which restores x first and so mixes activations of x + ε with weights x.
-        backend: ``"auto"``, ``"cpu"``, ``"foreach"`` or ``"reference"``.
+        backend: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"triton"``, ``"foreach"`` or ``"reference"``.
         bias_correction: False leaves both moving averages uncorrected, as the authors' language-model code does.
         rho_scheduler: Like ``hessian_power_scheduler``, for ``rho``.
         curvature: What a product h = z⊙Hz adds to the average D: ``"abs"``, as in the paper; ``"signed"``, h itself
