@@ -67,14 +67,14 @@ def make_batches(count: int) -> list[dict[str, Tensor]]:
     return [{key: torch.stack([row[key] for row in part]) for key in part[0]} for part in parts]
 
 
-def plain_loop(method, batches, accumulate=1, *, autocast=False, by_tokens=False, **options):
+def plain_loop(method, batches, accumulate=1, *, autocast=False, by_tokens=False, dropout=0.1, **options):
     """Steps in plain torch, random numbers seeded by the number of the step. Returns the optimizer and copies of x.
 
     ``by_tokens`` divides sums by the tokens of all micro-batches, as ``transformers.Trainer`` does, in place of means
     by the number of micro-batches.
     """
     kind, settings = METHODS[method]
-    model = make_gpt()
+    model = make_gpt(dropout)
     model.train()
     opt = kind(model.parameters(), **settings, **options)
     opt.attach(model)

@@ -48,9 +48,9 @@ def arguments(folder, **settings):
     )
 
 
-def trainer_of(method, folder, batches, *, kind=SasshaTrainer, callbacks=(), options=None, **settings):
+def trainer_of(method, folder, batches, *, kind=SasshaTrainer, callbacks=(), options=None, dropout=0.1, **settings):
     """A trainer whose optimizer has the parameters in one group, like the plain loop's."""
-    model = make_gpt()
+    model = make_gpt(dropout)
     optimizer, given = METHODS[method]
     rows = make_sequences(batches * BATCH)
     return kind(
@@ -76,6 +76,14 @@ def test_training_equals_the_plain_loop_bit_for_bit(method, accumulate, tmp_path
     assert trainer.state.global_step == 3
     assert_same_bits(snapshot(trainer.model), expected)
     assert_same_state(state_of(optimizer_of(trainer)), state_of(expected_opt))
+
+
+def test_all_passes_of_an_exact_refresh_use_the_same_attention(tmp_path):
+    """Without dropout ordinary passes take a fused kernel of other last bits, which has no double backward."""
+    _, expected = plain_loop("sassha_exact", make_batches(2), 2, by_tokens=True, dropout=0.0)
+    trainer = trainer_of("sassha_exact", tmp_path, 2, gradient_accumulation_steps=2, dropout=0.0)
+    trainer.train()
+    assert_same_bits(snapshot(trainer.model), expected)
 
 
 @pytest.mark.parametrize("method", ["sassha_exact", "m_sassha_differences"])
@@ -165,8 +173,21 @@ def test_m_sassha_shows_its_true_weights_in_evaluation_and_checkpoints_and_train
     assert_same_bits(snapshot(trainer.model), truth)
 
 
+class Loading(TrainerCallback):
+    """Writes other weights into the model after the second step."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 2:
+            model.load_state_dict(make_gpt(seed=9).state_dict())
+
+
+def test_weights_loaded_while_the_parameters_are_perturbed_are_the_new_true_weights(tmp_path):
+    trainer = trainer_of("m_sassha_exact", tmp_path, 2, callbacks=[Loading()])
+    trainer.train()
+    assert_same_bits(snapshot(trainer.model), snapshot(make_gpt(seed=9)))
+
+
 def test_the_best_model_of_m_sassha_is_what_was_saved(tmp_path):
-    """Weights that are loaded while the parameters hold x + ε are the new x."""
     trainer = trainer_of(
         "m_sassha_exact",
         tmp_path,
@@ -176,8 +197,11 @@ def test_the_best_model_of_m_sassha_is_what_was_saved(tmp_path):
         save_strategy="steps",
         save_steps=2,
         load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # so that it is not the last one
     )
     trainer.train()
+    assert not trainer.state.best_model_checkpoint.endswith("-5")
     best = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")
     assert_same_bits(snapshot(trainer.model), [best[name] for name, _ in trainer.model.named_parameters()])
 
