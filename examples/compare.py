@@ -105,11 +105,11 @@ TASKS = {
         },
     ),
     "shakespeare": Task(
-        "Tiny Shakespeare: half a million characters, GPT of 3 layers of width 64",
+        "Tiny Shakespeare: 125,000 characters, GPT of 3 layers of width 64, 4 epochs",
         gpt.parse_args,
         gpt.prepare,
         plays_apart,
-        "--preset char-gpt --train-size 500000 --validation-size 400 --batch 16 --epochs 1",
+        "--preset char-gpt --train-size 125000 --validation-size 400 --batch 16 --epochs 4",
         {
             "sgd": "",
             "adamw": "",

@@ -34,6 +34,7 @@ def draw_run(rows: list[dict[str, float]], path: Path, title: str) -> None:
                 epochs, [row[key] for row in rows], label=label, color=colour, marker="." if len(rows) < 30 else ""
             )
         axis.set(xlabel="epoch", ylabel=name if name == "loss" else f"{name}, %")
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0, 0].legend(frameon=False)
     made.suptitle(title)
     made.savefig(path)
@@ -48,6 +49,7 @@ def draw_comparison(runs: dict[str, list[list[dict[str, float]]]], path: Path, t
             means = [sum(row[key] for row in same) / len(same) for same in zip(*seeds, strict=True)]
             axis.plot([row["epoch"] for row in seeds[0]], means, label=name, color=colour, marker=".")
         axis.set(xlabel="epoch", ylabel=label)
-    axes[0, 2].legend(frameon=False, fontsize=8)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    axes[0, 2].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     made.suptitle(title)
     made.savefig(path)
