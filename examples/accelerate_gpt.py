@@ -9,7 +9,6 @@ and zero nothing. Gradients are clipped by ``max_grad_norm`` of the optimizer.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,21 +18,13 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from examples.gpt2_rule import BATCH, build_model, sequences
-from sassha_fast import MSASSHA, SASSHA
-
-OPTIMIZERS = {"sassha": SASSHA, "m-sassha": MSASSHA}
+from examples.gpt2_rule import BATCH, OPTIMIZERS, arguments, build_model, sequences
+from sassha_fast import MSASSHA
 
 
 def main(given: list[str] | None = None) -> float:
     """Trains, and returns the validation loss."""
-    p = argparse.ArgumentParser(prog="examples.accelerate_gpt", description=__doc__.splitlines()[0])
-    p.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sassha")
-    p.add_argument("--lr", type=float, default=0.02)
-    p.add_argument("--rho", type=float, default=0.05)
-    p.add_argument("--epochs", type=int, default=5)
-    p.add_argument("--batches", type=int, default=32, help="of an epoch; default: %(default)s")
-    p.add_argument("--accumulate", type=int, default=1, help="batches of a step; default: %(default)s")
+    p = arguments("accelerate_gpt", __doc__.splitlines()[0])
     p.add_argument("--precision", choices=["no", "bf16"], default="no")
     p.add_argument("--out", type=Path, help="folder of a checkpoint, written at the end and loaded at the beginning")
     args = p.parse_args(given)

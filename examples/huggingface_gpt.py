@@ -5,28 +5,18 @@ python -m examples.huggingface_gpt --optimizer m-sassha --accumulate 2 --bf16
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
 from transformers import TrainingArguments
 
-from examples.gpt2_rule import BATCH, build_model, sequences
-from sassha_fast import MSASSHA, SASSHA
+from examples.gpt2_rule import BATCH, OPTIMIZERS, arguments, build_model, sequences
 from sassha_fast.integrations.huggingface import SasshaTrainer
-
-OPTIMIZERS = {"sassha": SASSHA, "m-sassha": MSASSHA}
 
 
 def main(given: list[str] | None = None) -> float:
     """Trains, and returns the validation loss."""
-    p = argparse.ArgumentParser(prog="examples.huggingface_gpt", description=__doc__.splitlines()[0])
-    p.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sassha")
-    p.add_argument("--lr", type=float, default=0.02)
-    p.add_argument("--rho", type=float, default=0.05)
-    p.add_argument("--epochs", type=int, default=5)
-    p.add_argument("--batches", type=int, default=32, help="of an epoch; default: %(default)s")
-    p.add_argument("--accumulate", type=int, default=1, help="batches of a step; default: %(default)s")
+    p = arguments("huggingface_gpt", __doc__.splitlines()[0])
     p.add_argument("--bf16", action="store_true")
     p.add_argument("--out", type=Path, default=Path("runs/huggingface"))
     p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")

@@ -9,7 +9,6 @@ hand: manual optimization, one call of ``step``.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 
-from examples.gpt2_rule import BATCH, build_model, sequences
-from sassha_fast import MSASSHA, SASSHA
+from examples.gpt2_rule import BATCH, OPTIMIZERS, arguments, build_model, sequences
 from sassha_fast.integrations.lightning import SasshaCallback
-
-OPTIMIZERS = {"sassha": SASSHA, "m-sassha": MSASSHA}
 
 
 class GPT(pl.LightningModule):
@@ -78,13 +74,7 @@ class ScaledGPT(GPT):
 
 def main(given: list[str] | None = None) -> float:
     """Trains, and returns the validation loss."""
-    p = argparse.ArgumentParser(prog="examples.lightning_gpt", description=__doc__.splitlines()[0])
-    p.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sassha")
-    p.add_argument("--lr", type=float, default=0.02)
-    p.add_argument("--rho", type=float, default=0.05)
-    p.add_argument("--epochs", type=int, default=5)
-    p.add_argument("--batches", type=int, default=32, help="of an epoch; default: %(default)s")
-    p.add_argument("--accumulate", type=int, default=1, help="batches of a step; default: %(default)s")
+    p = arguments("lightning_gpt", __doc__.splitlines()[0])
     p.add_argument("--precision", default="32-true", help="also bf16-mixed; default: %(default)s")
     p.add_argument("--fp16", action="store_true", help="float16 with a GradScaler, by manual optimization")
     p.add_argument("--out", type=Path, default=Path("runs/lightning"))
