@@ -73,7 +73,7 @@ report: $(BUILT) $(BENCH) ## write build/report/index.html from the last `make b
 	$(BIN)/python -m bench.report --json $(BENCH)
 
 docs: $(INSTALLED) ## build the documentation into build/docs/index.html
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 scale: $(INSTALLED) ## compute the model of traffic between GPUs and write it into docs/scale.md
 	$(BIN)/python bench/scale.py
