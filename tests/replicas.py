@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from training import make_net
+from training import closure_of, make_net
 
 from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, collectives
 
@@ -31,16 +31,6 @@ def batch(dtype: torch.dtype, part: int, parts: int) -> tuple[Tensor, Tensor]:
 def part_loss(net: nn.Module, dtype: torch.dtype, part: int, parts: int) -> Callable[[], Tensor]:
     x, y = batch(dtype, part, parts)
     return lambda: F.cross_entropy(net(x).double(), y)
-
-
-def closure_of(opt: SASSHA, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def closure() -> Tensor:
-        opt.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    return closure
 
 
 def results(net: nn.Module, opt: SASSHA) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from test_closure import closure_of
 from tolerances import ACCUMULATION_RTOL
 from torch.nn import functional as F
-from training import BACKENDS, make_net, snapshot, state_of
+from training import BACKENDS, closure_of, make_net, snapshot, state_of
 
 from sassha_fast import SASSHA
 

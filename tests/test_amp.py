@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_closure import closure_of
 from torch.amp import GradScaler
 from training import (
     BACKENDS,
     assert_same_bits,
     assert_same_state,
+    closure_of,
     make_batch,
     make_loss,
     make_net,

@@ -5,10 +5,9 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from test_closure import closure_of
 from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import BACKENDS, assert_same_bits, make_loss, make_net, snapshot, three_calls
+from training import BACKENDS, assert_same_bits, closure_of, make_loss, make_net, snapshot, three_calls
 
 from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian
 from sassha_fast.capturable import DeviceScalars, constant, device_scalars, vector

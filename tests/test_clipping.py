@@ -3,13 +3,13 @@
 import pytest
 import torch
 from test_amp import overflowing, scaled_calls, scaled_closure
-from test_closure import closure_of
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from training import (
     BACKENDS,
     assert_same_bits,
     assert_same_state,
+    closure_of,
     make_loss,
     make_net,
     snapshot,

@@ -5,7 +5,17 @@ from contextlib import nullcontext
 import pytest
 import torch
 import zoo
-from training import BACKENDS, assert_same_bits, assert_same_state, make_loss, make_net, snapshot, state_of, three_calls
+from training import (
+    BACKENDS,
+    assert_same_bits,
+    assert_same_state,
+    closure_of,
+    make_loss,
+    make_net,
+    snapshot,
+    state_of,
+    three_calls,
+)
 
 from sassha_fast import SASSHA
 from sassha_fast.contexts import CreateGraph, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
@@ -15,16 +25,6 @@ OPTIONS = {"lr": 0.02, "rho": 0.05, "weight_decay": 0.01, "lazy_hessian": 4, "n_
 
 def buffers(model):
     return [b.clone() for b in model.buffers()]
-
-
-def closure_of(opt, loss_fn, backward=None):
-    def closure():
-        opt.zero_grad()
-        loss = loss_fn()
-        (backward or torch.Tensor.backward)(loss)
-        return loss
-
-    return closure
 
 
 def by_hand(opt, model, loss_fn):
@@ -83,7 +83,7 @@ def test_explicit_backward_equals_the_plain_one():
     for explicit in (False, True):
         net = make_net()
         opt = SASSHA(net.parameters(), **OPTIONS)
-        closure = closure_of(opt, make_loss(net), opt.backward if explicit else None)
+        closure = closure_of(opt, make_loss(net), opt.backward if explicit else torch.Tensor.backward)
         for _ in range(6):
             opt.step(closure)
         results.append(snapshot(net))

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import zoo
-from test_closure import closure_of
 from torch._dynamo.testing import CompileCounterWithBackend
-from training import assert_same_bits, make_loss, make_net, snapshot
+from training import assert_same_bits, closure_of, make_loss, make_net, snapshot
 
 from sassha_fast import SASSHA
 

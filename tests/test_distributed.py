@@ -5,7 +5,7 @@ import pytest
 import replicas
 import torch
 from tolerances import DIFFERENCES_FACTOR, PROCESSES_RTOL
-from training import assert_same_bits, assert_same_state, make_batch, make_net
+from training import assert_same_bits, assert_same_state, closure_of, make_batch, make_net
 
 from sassha_fast import GSASSHA, MSASSHA, SASSHA, reference
 from sassha_fast.distributed import is_parallel
@@ -43,7 +43,7 @@ def alone(steps=30, dtype=torch.float64, factor=1.0, method=SASSHA, **options):
     opt = method(net.parameters(), **{**replicas.OPTIONS, **options})
     loss = replicas.part_loss(net, dtype, 0, 1)
     for _ in range(steps):
-        opt.step(replicas.closure_of(opt, lambda: loss() * factor))
+        opt.step(closure_of(opt, lambda: loss() * factor))
     return replicas.results(net, opt)
 
 

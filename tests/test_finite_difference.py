@@ -3,11 +3,11 @@
 import pytest
 import torch
 import zoo
-from test_closure import closure_of
 from training import (
     BACKENDS,
     assert_same_bits,
     assert_same_state,
+    closure_of,
     make_loss,
     make_net,
     same_bits,

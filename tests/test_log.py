@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from training import DEVICE, make_batch, make_loss, make_net, three_calls
+from training import DEVICE, closure_of, make_batch, make_loss, make_net, three_calls
 
 from sassha_fast import MSASSHA, SAM, SASSHA
 from sassha_fast.log import COLUMNS, StatsLog, read_log
@@ -20,22 +20,10 @@ OPTIMIZERS = {
 }
 
 
-def closure_of(net, opt):
-    loss = make_loss(net)
-
-    def closure():
-        opt.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    return closure
-
-
 def make(name="SASSHA"):
     net = make_net().to(DEVICE)
     opt = OPTIMIZERS[name](net.parameters())
-    return net, opt, closure_of(net, opt)
+    return net, opt, closure_of(opt, make_loss(net))
 
 
 def nan_equal(a, b):
@@ -123,7 +111,7 @@ def test_every_thins_the_rows_but_keeps_refreshes():
 def test_a_skipped_step_has_no_row():
     net = make_net().to(DEVICE)
     opt = SASSHA(net.parameters(), lr=0.02, rho=0.1, skip_nonfinite=True)
-    closure, broken = closure_of(net, opt), [True, False, True, False]
+    closure, broken = closure_of(opt, make_loss(net)), [True, False, True, False]
     log = StatsLog(opt)
 
     def sometimes():
@@ -141,7 +129,7 @@ def test_a_skipped_step_has_no_row():
 def test_a_radius_of_zero_leaves_no_gap_of_an_earlier_step_behind():
     net = make_net().to(DEVICE)
     opt = SASSHA(net.parameters(), lr=0.02, rho_scheduler=lambda step: 0.1 if step == 0 else 0.0)
-    log, closure = StatsLog(opt), closure_of(net, opt)
+    log, closure = StatsLog(opt), closure_of(opt, make_loss(net))
     for _ in range(3):
         opt.step(closure)
     assert [math.isnan(value) for value in log.read()["predicted_gap"]] == [False, True, True]
@@ -219,7 +207,7 @@ def test_an_optimizer_that_does_not_count_needs_the_step_to_go_on(tmp_path):
     def run(steps, **options):
         net = make_net().to(DEVICE)
         opt = torch.optim.SGD(net.parameters(), lr=0.01)
-        closure = closure_of(net, opt)
+        closure = closure_of(opt, make_loss(net))
         with StatsLog(opt, path, **options):
             for _ in range(steps):
                 opt.step(closure)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_family import make_problem
 from torch.optim import SGD
-from training import assert_same_bits, snapshot
+from training import assert_same_bits, closure_of, snapshot
 
 from sassha_fast import SAM, AdaHessian, SophiaH, reference
 
@@ -82,24 +82,14 @@ def test_sophia_is_theirs_with_the_threshold_taken_out_of_the_clip():
     assert_close(a, b)
 
 
-def closure_of(opt, problem):
-    def closure():
-        opt.zero_grad()
-        loss = problem.loss()
-        loss.backward()
-        return loss
-
-    return closure
-
-
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_sam_is_theirs(adaptive):
     mine, other = make_problem(), make_problem()
     opt = SAM(mine.net.parameters(), SGD, rho=0.1, adaptive=adaptive, lr=0.1, momentum=0.9)
     peer = peers.SAM(other.net.parameters(), SGD, rho=0.1, adaptive=adaptive, lr=0.1, momentum=0.9)
     for _ in range(10):
-        opt.step(closure_of(opt, mine))
-        closure = closure_of(peer, other)
+        opt.step(closure_of(opt, mine.loss))
+        closure = closure_of(peer, other.loss)
         closure()
         peer.step(closure)
     assert_close(list(mine.net.parameters()), list(other.net.parameters()), SAM_RTOL)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from training import make_loss, make_net
+from training import closure_of, make_loss, make_net
 
 from sassha_fast import SASSHA, extras
 from sassha_fast.log import StatsLog, read_log
@@ -134,14 +134,7 @@ def test_densities_are_drawn_on_a_logarithmic_axis_with_the_largest_eigenvalue_m
 def test_the_plot_of_a_log_has_three_panels_with_traces_on_refreshes_only(tmp_path):
     net = make_net()
     opt = SASSHA(net.parameters(), lr=0.02, rho=0.1, lazy_hessian=3)
-    loss = make_loss(net)
-
-    def closure():
-        opt.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
+    closure = closure_of(opt, make_loss(net))
     with StatsLog(opt, tmp_path / "run.csv") as log:
         for _ in range(7):
             opt.step(closure)

@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 import zoo
-from test_closure import closure_of
 from tolerances import PRODUCT_RTOL
 from torch.amp import GradScaler
 from torch.func import functional_call, grad
-from training import assert_same_bits, make_net, snapshot, state_of
+from training import assert_same_bits, closure_of, make_net, snapshot, state_of
 
 from sassha_fast import SASSHA, reference
 from sassha_fast.contexts import frozen_batchnorm, refresh_context

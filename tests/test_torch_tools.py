@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
-from training import BACKENDS, assert_same_bits, make_loss, make_net, snapshot, three_calls, train
+from training import BACKENDS, assert_same_bits, closure_of, make_loss, make_net, snapshot, three_calls, train
 
 from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, AdaHessian, SophiaH
 
@@ -21,20 +21,8 @@ FAMILY = {
 }
 
 
-def closure_of(net, opt):
-    loss = make_loss(net)
-
-    def closure():
-        opt.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    return closure
-
-
 def steps(net, opt, count):
-    closure = closure_of(net, opt)
+    closure = closure_of(opt, make_loss(net))
     for _ in range(count):
         opt.step(closure)
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from cases import DTYPES, Case, Spec, assert_same_bits, build, clones, members_of, pair_id
 from sassha_fast.triton_kernels import probe
-from test_closure import closure_of
 from training import assert_same_bits as assert_same_tensors
-from training import assert_same_state, make_loss, make_net, snapshot, state_of, three_calls
+from training import assert_same_state, closure_of, make_loss, make_net, snapshot, state_of, three_calls
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature

@@ -56,6 +56,22 @@ def three_calls(
     return first.item()
 
 
+def closure_of(
+    opt: torch.optim.Optimizer,
+    loss: Callable[[], Tensor],
+    backward: Callable[[Tensor], object] = Tensor.backward,
+) -> Callable[[], Tensor]:
+    """What ``opt.step`` is given."""
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = loss()
+        backward(value)
+        return value
+
+    return closure
+
+
 def train(net: nn.Module, opt: SASSHA, steps: int, dtype: torch.dtype = torch.float32) -> None:
     loss = make_loss(net, dtype)
     for _ in range(steps):
