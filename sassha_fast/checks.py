@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_choice", "check_count", "check_group", "check_number", "check_param"]
+__all__ = ["check_choice", "check_count", "check_group", "check_number", "check_param", "check_positive"]
 
 
 def check_number(name: str, value: Any, below: float = math.inf) -> None:
@@ -20,10 +20,16 @@ def check_number(name: str, value: Any, below: float = math.inf) -> None:
         raise ValueError(f"SASSHA: {name} is {value}, expected a finite number from 0{limit}")
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raises ValueError unless ``value`` is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"SASSHA: {name} is {value!r}, expected an integer of at least 1")
+def check_positive(name: str, value: Any, caller: str = "SASSHA") -> None:
+    """Raises ValueError unless ``value`` is finite and above 0."""
+    if not 0.0 < float(value) < math.inf:
+        raise ValueError(f"{caller}: {name} is {value!r}, expected a finite number above 0")
+
+
+def check_count(name: str, value: Any, least: int = 1, caller: str = "SASSHA") -> None:
+    """Raises ValueError unless ``value`` is an integer of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{caller}: {name} is {value!r}, expected an integer of at least {least}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -42,8 +48,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name in ("clip_update", "hessian_floor", "alpha"):
         if group.get(name) is not None:
             check_number(name, group[name])
-    if "clip_threshold" in group and not 0.0 < group["clip_threshold"] < math.inf:
-        raise ValueError(f"SASSHA: clip_threshold is {group['clip_threshold']}, expected a finite number above 0")
+    if "clip_threshold" in group:
+        check_positive("clip_threshold", group["clip_threshold"])
     betas = group["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ValueError(f"SASSHA: betas is {betas!r}, expected two numbers")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .checks import check_count
 from .log_file import COLUMNS, HEADER, columns, complete_lines, parsed, read_log
-from .mean_loss import require_count
 from .stats import Stats
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class StatsLog:
         self, opt: Optimizer, path: str | os.PathLike[str] | None = None, *, every: int = 1, step: int | None = None
     ) -> None:
         """Checks the file and hooks into the steps; see the class."""
-        require_count("StatsLog", "every", every)
+        check_count("every", every, caller="StatsLog")
         if step is not None:
-            require_count("StatsLog", "step", step, least=0)
+            check_count("step", step, least=0, caller="StatsLog")
         self.opt, self.path, self.every = opt, None if path is None else Path(path), every
         if self.path is not None and self.path.exists():
             complete_lines(self.path)  # before the first step, as an error there would cost one

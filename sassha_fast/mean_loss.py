@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,21 +12,9 @@ from torch import Tensor, nn
 from .contexts import frozen_batchnorm, refresh_context
 from .extras import extra
 
-__all__ = ["Loss", "MeanLoss", "require_count", "require_positive"]
+__all__ = ["Loss", "MeanLoss"]
 
 Loss = Callable[[Any, Any], Tensor]
-
-
-def require_count(caller: str, name: str, value: Any, least: int = 1) -> None:
-    """Raises ValueError unless ``value`` is an integer of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{caller}: {name} is {value!r}, expected an integer of at least {least}")
-
-
-def require_positive(caller: str, name: str, value: float) -> None:
-    """Raises ValueError unless ``value`` is finite and above 0."""
-    if not 0.0 < float(value) < math.inf:
-        raise ValueError(f"{caller}: {name} is {value!r}, expected a finite number above 0")
 
 
 class MeanLoss:

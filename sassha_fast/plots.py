@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from .checks import check_count
 from .extras import extra
 from .sharpness import Curve, SpectralDensity, Surface
 
@@ -99,8 +100,7 @@ def plot_surface(surface: Surface, ax: Axes | None = None, *, levels: int = 20, 
         levels: Number of contours.
         log: Contours at even ratios of the loss instead of even distances; needs losses above 0.
     """
-    if not isinstance(levels, int) or levels < 2:
-        raise ValueError(f"plot_surface: levels is {levels!r}, expected an integer of at least 2")
+    check_count("levels", levels, least=2, caller="plot_surface")
     if not isinstance(surface, Surface):
         raise TypeError(f"plot_surface: surface is a {type(surface).__name__}, expected a Surface; draw one at a time")
     losses = surface.losses

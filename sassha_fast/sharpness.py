@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .mean_loss import require_count, require_positive
+from .checks import check_count, check_positive
 from .spectrum import SpectralDensity, Spectrum
 
 __all__ = ["Curve", "Sharpness", "SharpnessReport", "SpectralDensity", "Surface"]
@@ -101,13 +101,13 @@ class Sharpness(Spectrum):
 
     def gradient_gap(self, rho: float = 0.1) -> float:
         """δL_grad: what a step of length ρ along the gradient adds to the loss."""
-        require_positive("Sharpness.gradient_gap", "rho", rho)
+        check_positive("rho", rho, caller="Sharpness.gradient_gap")
         return self._loss_at(rho * self._ascent_direction("gradient_gap")) - self.loss()
 
     def average_gap(self, rho: float = 0.1, samples: int = 50) -> float:
         """δL_avg: what a random step of length ρ adds to the loss on average."""
-        require_positive("Sharpness.average_gap", "rho", rho)
-        require_count("Sharpness.average_gap", "samples", samples)
+        check_positive("rho", rho, caller="Sharpness.average_gap")
+        check_count("samples", samples, caller="Sharpness.average_gap")
         total = 0.0
         with self._bar("average gap", samples) as tick:
             for v in self._directions(samples, signs=False):
@@ -127,9 +127,9 @@ class Sharpness(Spectrum):
 
     def report(self, rho: float = 0.1, *, products: int = 60, samples: int = 50) -> SharpnessReport:
         """All measures of the paper's table."""
-        require_positive("Sharpness.report", "rho", rho)
-        require_count("Sharpness.report", "products", products)
-        require_count("Sharpness.report", "samples", samples)
+        check_positive("rho", rho, caller="Sharpness.report")
+        check_count("products", products, caller="Sharpness.report")
+        check_count("samples", samples, caller="Sharpness.report")
         return SharpnessReport(
             self.loss(),
             self.eigenvalues()[0],
@@ -168,8 +168,8 @@ class Sharpness(Spectrum):
             points: On the line; if odd, the weights themselves are among them.
         """
         caller = "Sharpness.curve"
-        require_positive(caller, "radius", radius)
-        require_count(caller, "points", points, least=2)
+        check_positive("radius", radius, caller=caller)
+        check_count("points", points, least=2, caller=caller)
         kind = direction if isinstance(direction, str) else "given"
         if isinstance(direction, Tensor):
             vector = self._flat(self._shaped(direction))
@@ -203,8 +203,8 @@ class Sharpness(Spectrum):
             points: On each side; if odd, the weights themselves are among them.
         """
         caller = "Sharpness.surface"
-        require_positive(caller, "radius", radius)
-        require_count(caller, "points", points, least=2)
+        check_positive("radius", radius, caller=caller)
+        check_count("points", points, least=2, caller=caller)
         kind = directions if isinstance(directions, str) else "given"
         if not isinstance(directions, str) and len(directions) == 2:
             plane = torch.stack([self._flat(self._shaped(v)) for v in directions])

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_count, check_positive
 from .extras import extra
-from .mean_loss import MeanLoss, require_count, require_positive
+from .mean_loss import MeanLoss
 
 __all__ = ["SpectralDensity", "Spectrum"]
 
@@ -65,8 +66,8 @@ class Spectrum(MeanLoss):
             The eigenvalues, the largest first, and a matrix whose rows are eigenvectors of length 1, in the order of
             ``model.parameters()``. The largest element of each is positive.
         """
-        require_count("Sharpness.eigenpairs", "k", k)
-        require_positive("Sharpness.eigenpairs", "tolerance", tolerance)
+        check_count("k", k, caller="Sharpness.eigenpairs")
+        check_positive("tolerance", tolerance, caller="Sharpness.eigenpairs")
         if k > self.size:
             raise ValueError(f"Sharpness.eigenpairs: k is {k}, but there are {self.size} eigenvalues; ask for fewer")
         with self._bar("eigenvalues", self.size if k == self.size else None) as tick:
@@ -114,7 +115,7 @@ class Spectrum(MeanLoss):
         Args:
             products: Passes over all data, of which it takes three at least.
         """
-        require_count("Sharpness.trace", "products", products)
+        check_count("products", products, caller="Sharpness.trace")
         if products >= self.size:
             with self._bar("trace", self.size) as tick:
                 return float(self._dense(tick).trace())
@@ -147,9 +148,9 @@ class Spectrum(MeanLoss):
             A grid of eigenvalues and the density there, whose integral is 1.
         """
         caller = "Sharpness.spectral_density"
-        require_count(caller, "steps", steps)
-        require_count(caller, "probes", probes)
-        require_positive(caller, "width", width)
+        check_count("steps", steps, caller=caller)
+        check_count("probes", probes, caller=caller)
+        check_positive("width", width, caller=caller)
         needed = math.ceil((1 + 10 * width) / width) + 1  # a wider grid than the Gaussians misses their mass
         if points < needed:
             raise ValueError(
