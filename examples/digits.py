@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from examples.noise import with_noise
 from examples.story import Story, tell
 from sassha_fast import SASSHA, backends
 from sassha_fast.sharpness import Curve, Sharpness
@@ -41,6 +42,7 @@ warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True", 
 
 BATCH = 64
 TRAIN, VALIDATION = 17 * BATCH, 349  # whole batches, so that all steps cost the same; the other 360 are for the test
+CLASSES = 10
 RHO = 0.1  # radius of the ascent, of SAM and of SASSHA
 LAZY = 10  # SASSHA's default: it refreshes its curvature every so many steps
 GRID = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # learning rates that --lr-search tries for every optimizer
@@ -115,18 +117,9 @@ def load_splits(device: torch.device) -> tuple[Split, Split, Split]:
     return (x[train], y[train]), (x[validation], y[validation]), (x[test], y[test])
 
 
-def with_noise(split: Split, share: float, seed: int) -> Split:
-    """The split with this share of labels, drawn at random, replaced by one of the nine wrong ones."""
-    x, y = split
-    generator = torch.Generator().manual_seed(seed)
-    wrong = torch.rand(len(y), generator=generator) < share
-    shift = torch.randint(1, 10, (len(y),), generator=generator) * wrong
-    return x, (y + shift.to(y.device)) % 10
-
-
 def build_model() -> nn.Sequential:
     convolutions = nn.Conv2d(1, 16, 3, padding=1), nn.GELU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.GELU()
-    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 64), nn.GELU(), nn.Linear(64, 10))
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 64), nn.GELU(), nn.Linear(64, CLASSES))
 
 
 @torch.no_grad()
@@ -171,7 +164,7 @@ def batches(split: Split, generator: torch.Generator) -> Iterator[Split]:
 def train(name: str, lr: float, seed: int, data: Split, validation: Split, args: argparse.Namespace, bar: tqdm) -> Run:
     """Trains one network; before every fifth step, times a plain forward and backward pass of the same batch."""
     torch.manual_seed(seed)
-    data = with_noise(data, args.label_noise, seed)
+    data = data[0], with_noise(data[1], args.label_noise, CLASSES, seed)
     model = build_model().to(args.device)
     build, step = CONTENDERS[name]
     opt = build(model.parameters(), lr, args.backend)

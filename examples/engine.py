@@ -10,7 +10,7 @@ import csv
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from tqdm import tqdm
 from sassha_fast.log import StatsLog
 
 Batch = tuple[Tensor, Tensor]
+REDRAW = 0.5  # seconds between two looks at loss and accuracy, for which the device has to finish what it is at
 COLUMNS = ("epoch", "step", "lr", "train_loss", "train_accuracy", "loss", "accuracy", "per_second", "seconds")
 
 
@@ -51,13 +52,21 @@ class Data:
 
 @dataclass
 class Progress:
-    """Where a run is, and the sums of the epoch that it is in."""
+    """Where a run is, and the sums of the epoch that it is in: of losses, of right answers, of what was answered."""
 
     step: int = 0
     loss: float = 0.0
     correct: float = 0.0
     count: int = 0
     seconds: float = 0.0
+
+    @property
+    def sums(self) -> tuple[float, float, float]:
+        return self.loss, self.correct, float(self.count)
+
+    @sums.setter
+    def sums(self, values: Sequence[float]) -> None:
+        self.loss, self.correct, self.count = values[0], values[1], int(values[2])
 
 
 class Stopped(SystemExit):
@@ -115,6 +124,7 @@ class Run:
         self.amp_products = amp_products
         self.stats = stats and self.first
         self.progress = Progress()
+        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # those of ``progress``, not read yet
         self.stop = False
 
     # ---- training ------------------------------------------------------------------------------------------------
@@ -140,24 +150,39 @@ class Run:
     def _epoch(self, epoch: int) -> None:
         at = self.progress
         begun, before = time.perf_counter(), at.count
+        drawn = begun
         first = at.step - epoch * self.data.steps
+        self.sums = torch.tensor(at.sums, dtype=torch.float64, device=self.device)
         self.model.train()
         with tqdm(total=self.data.steps, initial=first, disable=self.quiet or not self.first, leave=False) as bar:
             bar.set_description(f"epoch {epoch + 1}/{self.epochs}")
             for x, y in self.data.train(epoch, first):
                 self._step(x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True))
-                bar.set_postfix_str(self._speed(time.perf_counter() - begun, at.count - before), refresh=False)
+                if not bar.disable and time.perf_counter() - drawn > REDRAW:
+                    self._read()
+                    drawn = time.perf_counter()
+                    bar.set_postfix_str(self._speed(drawn - begun, at.count - before), refresh=False)
                 bar.update()
                 if self.save_every and at.step % self.save_every == 0 and at.step % self.data.steps:
-                    at.seconds += time.perf_counter() - begun
-                    begun, before = time.perf_counter(), at.count
+                    begun, before = self._pause(begun), at.count
                     self.save()
                 if self.stop:
-                    at.seconds += time.perf_counter() - begun
+                    self._pause(begun)
                     self.save()
                     raise Stopped(f"\nstopped after step {at.step}; go on with --resume")
-        at.seconds += time.perf_counter() - begun
+        self._pause(begun)
         self._finish(epoch)
+
+    def _read(self) -> None:
+        """Waits for the device, and has its sums here."""
+        self.progress.sums = self.sums.tolist()
+
+    def _pause(self, begun: float) -> float:
+        """The time since ``begun`` counts as training; what follows does so from the time that is returned on."""
+        self._read()
+        now = time.perf_counter()
+        self.progress.seconds += now - begun
+        return now
 
     def _speed(self, seconds: float, count: int) -> str:
         at = self.progress
@@ -187,8 +212,7 @@ class Run:
         if self.parallel:
             dist.all_reduce(sums)
         at.step += 1
-        loss_sum, correct_sum, count = sums.tolist()
-        at.loss, at.correct, at.count = at.loss + loss_sum, at.correct + correct_sum, at.count + int(count)
+        self.sums += sums
 
     def _loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Mean loss and number of right answers."""

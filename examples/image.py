@@ -22,6 +22,7 @@ from examples import pictures, presets
 from examples.command import assemble, chosen, execute, parser
 from examples.engine import Batch, Data, Run
 from examples.networks import PICTURES
+from examples.noise import with_noise
 from examples.pictures import Decoded, Listed, Split
 
 
@@ -33,14 +34,6 @@ def subset(split: Split, size: int, seed: int = 0) -> Split:
     if isinstance(split, Decoded):
         return Decoded(split.pixels[keep], split.labels[keep])
     return Listed([split.files[i] for i in keep.tolist()], split.labels[keep])
-
-
-def with_noise(split: Split, share: float, classes: int, seed: int) -> Split:
-    """The split with this share of labels, drawn at random, replaced by one of the wrong ones."""
-    generator = torch.Generator().manual_seed(seed)
-    wrong = torch.rand(len(split.labels), generator=generator) < share
-    shift = torch.randint(1, classes, wrong.shape, generator=generator) * wrong
-    return replace(split, labels=(split.labels + shift) % classes)
 
 
 def batches(train: Split, validation: Split, side: int, batch: int, seed: int, workers: int) -> Data:
@@ -90,7 +83,7 @@ def prepare(args: argparse.Namespace) -> Run:
     train, validation, classes = load(args, side)
     noise = preset.label_noise if args.label_noise is None else args.label_noise
     if noise:
-        train = with_noise(train, noise, classes, args.seed)
+        train = replace(train, labels=with_noise(train.labels, noise, classes, args.seed))
     data = batches(train, validation, side, preset.batch, args.seed, args.workers)
     torch.manual_seed(args.seed)
     model = network(classes)

@@ -30,6 +30,7 @@ from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, AdaHessian, SophiaH
 
 from .digits import (
     BATCH,
+    CLASSES,
     GRID,
     RHO,
     SEARCH_SEEDS,
@@ -41,8 +42,8 @@ from .digits import (
     load_splits,
     sharpness,
     spread,
-    with_noise,
 )
+from .noise import with_noise
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT, DOCUMENT = ROOT / "build" / "label_noise.jsonl", ROOT / "docs" / "methods.md"
@@ -95,7 +96,7 @@ def run(cell: Cell) -> dict[str, Any]:
     torch.set_num_threads(1)
     name, noise, lr, seed = cell
     data, validation, test = load_splits(torch.device("cpu"))
-    data = with_noise(data, noise, seed)
+    data = data[0], with_noise(data[1], noise, CLASSES, seed)
     model = train(name, lr, seed, data)
     result = {"cell": cell, "validation": evaluate(model, validation)[1], "loss": evaluate(model, data)[0]}
     if seed in SEEDS:
