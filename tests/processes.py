@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,10 @@ def _plain(name: str) -> str:
     return name.replace("/", "_")
 
 
-def work(rank: int, size: int, port: int, names: list[str], folder: str) -> None:
+def work(rank: int, size: int, names: list[str], folder: str) -> None:
     """One process: runs the scenarios and saves what each returned."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     try:
         for name in names:
             scenario = checkpoint_scenario(name) if ":" in name else SCENARIOS[name]
@@ -34,10 +31,7 @@ def work(rank: int, size: int, port: int, names: list[str], folder: str) -> None
 
 def run(size: int, names: list[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What every process returned, by scenario."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(work, (size, port, names, str(folder)), nprocs=size, start_method="spawn")
+    torch.multiprocessing.start_processes(work, (size, names, str(folder)), nprocs=size, start_method="spawn")
     return {
         name: [torch.load(folder / f"{_plain(name)}.{rank}.pt", weights_only=False) for rank in range(size)]
         for name in names
