@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from training import snapshot
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -67,25 +68,29 @@ def make_batches(count: int) -> list[dict[str, Tensor]]:
     return [{key: torch.stack([row[key] for row in part]) for key in part[0]} for part in parts]
 
 
-def plain_loop(method, batches, accumulate=1, *, autocast=False, by_tokens=False, dropout=0.1, **options):
+def plain_loop(
+    method, batches, accumulate=1, *, autocast=False, by_tokens=False, dropout=0.1, wrap=lambda model: model, **options
+):
     """Steps in plain torch, random numbers seeded by the number of the step. Returns the optimizer and copies of x.
 
     ``by_tokens`` divides sums by the tokens of all micro-batches, as ``transformers.Trainer`` does, in place of means
-    by the number of micro-batches.
+    by the number of micro-batches. ``wrap`` makes the model one of several processes.
     """
     kind, settings = METHODS[method]
-    model = make_gpt(dropout)
-    model.train()
-    opt = kind(model.parameters(), **settings, **options)
+    net = make_gpt(dropout)
+    net.train()
+    model = wrap(net)
+    opt = kind(net.parameters(), **settings, **options)
     opt.attach(model)
 
-    tokens = {"num_items_in_batch": torch.tensor(accumulate * BATCH * LENGTH)} if by_tokens else {}
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    tokens = {"num_items_in_batch": torch.tensor(size * accumulate * BATCH * LENGTH)} if by_tokens else {}
 
     def micro(batch):
         def closure():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 loss = model(**batch, **tokens).loss
-            loss = loss if by_tokens else loss / accumulate
+            loss = loss * size if by_tokens else loss / accumulate
             loss.backward()
             return loss
 
@@ -99,7 +104,7 @@ def plain_loop(method, batches, accumulate=1, *, autocast=False, by_tokens=False
         torch.manual_seed(step)
         parts = batches[step * accumulate : (step + 1) * accumulate]
         opt.step(partial(whole, *parts) if accumulate == 1 else [micro(batch) for batch in parts])
-    return opt, true_weights(model, opt)
+    return opt, true_weights(net, opt)
 
 
 def true_weights(model, opt):
