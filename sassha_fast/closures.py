@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -120,7 +121,9 @@ def _all_passes(
     # the descent's, unless they are taken apart before.
     descends = not opt.variant.gap or opt.perturb_sync
     first_is_sent = opt.perturb_sync if ascends else descends
+    before = _a_gradient(opt)
     loss = _run(opt, closure, differentiated=graph and not ascends, sent=first_is_sent, descent=not ascends)
+    _warn_of_sums(opt, before)
     if ascends or (opt.hvp != "exact" and opt.hessian_due):  # a probe needs the way back of an ascent, if of length 0
         opt._ascend(rho, zero_grad=ascends)
     if ascends:
@@ -134,6 +137,28 @@ def _all_passes(
         curvature = _differentiated(opt, hessian_closure, random)
     _finish(opt, curvature, scaler)
     return loss
+
+
+def _a_gradient(opt: SecondOrder) -> tuple[Tensor, Tensor, int] | None:
+    """A parameter that has a gradient, with it and its version."""
+    for p in opt._parameters():
+        if p.grad is not None:
+            return p, p.grad, p.grad._version
+    return None
+
+
+def _warn_of_sums(opt: SecondOrder, before: tuple[Tensor, Tensor, int] | None) -> None:
+    """Warns of a first pass that added to a gradient of earlier passes: a single write, and none that zeroed it."""
+    if before is None:
+        return
+    p, grad, version = before
+    if p.grad is grad and grad._version == version + 1:
+        warnings.warn(
+            f"{opt._name}.step: the closure added to gradients that were there before, and passes at x + ε and "
+            "products of the Hessian will be those of the closure alone; zero gradients in the closure, or pass one "
+            "closure for each micro-batch (in Lightning, callbacks=[SasshaCallback()] does that)",
+            stacklevel=2,
+        )
 
 
 def _run(

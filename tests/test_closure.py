@@ -267,3 +267,29 @@ def test_create_graph_mode_reaches_plain_backward():
 def test_frozen_batchnorm_without_a_model_says_what_to_do():
     with pytest.raises(ValueError, match=r"pass it, or call attach\(model\)"):
         SASSHA(make_net().parameters()).frozen_batchnorm()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_closure_that_zeroes_gradients_is_not_warned_of_and_one_that_adds_to_them_is(to_none):
+    net = make_net()
+    opt = SASSHA(net.parameters(), **OPTIONS)
+    loss = make_loss(net)
+
+    def zeroing():
+        opt.zero_grad(set_to_none=to_none)
+        value = loss()
+        value.backward()
+        return value
+
+    def adding():
+        value = loss()
+        value.backward()
+        return value
+
+    for _ in range(3):
+        opt.step(zeroing)
+    with pytest.warns(UserWarning, match="the closure added to gradients that were there before"):
+        opt.step(adding)
+    opt.zero_grad()
+    opt.step(adding)  # nothing was there
+    opt.step([adding, adding])  # and here the optimizer zeroes
