@@ -37,6 +37,8 @@ def main(given: list[str] | None = None) -> float:
     sassha.attach(model)  # what prepare() returned: of several processes, the passes then run without its reduction
     if args.out is not None and args.out.exists():
         accelerator.load_state(str(args.out))
+        if isinstance(sassha, MSASSHA):  # saved at its true weights
+            sassha.train()
 
     closures: list[Callable[[], Tensor]] = []
     for _ in range(args.epochs):

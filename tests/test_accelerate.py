@@ -117,6 +117,7 @@ def test_a_resumed_loop_equals_the_uninterrupted_one_bit_for_bit(method, tmp_pat
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 @pytest.mark.filterwarnings("ignore:The number of training batches")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize(
     ("example", "options"),
     [
@@ -127,9 +128,17 @@ def test_a_resumed_loop_equals_the_uninterrupted_one_bit_for_bit(method, tmp_pat
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )
-def test_the_example_learns(example, options, tmp_path):
+def test_the_example_learns_and_resumes(example, options, tmp_path):
     if example.startswith("lightning"):
         pytest.importorskip("lightning")
     main = pytest.importorskip(f"examples.{example}").main
     sizes = ["--batches", "8", "--out", str(tmp_path / "out")]
-    assert main([*options, *sizes]) < 4.05  # ln 64 = 4.16 without learning
+    first = main([*options, *sizes])
+    assert first < 4.05  # ln 64 = 4.16 without learning
+    resume = {
+        "accelerate": [],  # goes on from what is there
+        "huggingface": ["--resume"],
+        "lightning": ["--resume", str(tmp_path / "out" / "checkpoints" / "last.ckpt")],
+    }[example.split("_")[0]]
+    forget_settings()
+    assert main([*options, *sizes, "--epochs=6", *resume]) < first

@@ -323,6 +323,14 @@ def test_batchnorm_moves_once_per_micro_batch():
     assert module.net[1].num_batches_tracked == 8
 
 
+def test_without_the_callback_a_fit_is_the_plain_loop_and_accumulation_warns():
+    module = GPT(*METHODS["sassha_exact"])
+    fit(module, 3, callbacks=())
+    assert_same_bits(snapshot(module.net), plain_loop("sassha_exact", make_batches(3))[1])
+    with pytest.warns(UserWarning, match=r"added to gradients that were there before.* callbacks=\[SasshaCallback"):
+        fit(GPT(*METHODS["sassha_exact"]), 2, callbacks=(), accumulate_grad_batches=2)
+
+
 def test_the_core_imports_no_framework():
     code = "import sassha_fast, sys; print({'lightning', 'transformers', 'accelerate'} & set(sys.modules))"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
