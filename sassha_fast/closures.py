@@ -49,21 +49,21 @@ class Accumulated:
         total: Tensor | float = 0.0
         grads: dict[int, Tensor] = {}
         products: dict[int, Product] = {}
-        scale = 1.0
+        scale, coarse = 1.0, False
         for closure in self.closures:
             self.opt._set_grads({})
             total = total + _detached(closure())
             plan, found = self.opt._gather()
             with torch.no_grad():
                 curvature = self.opt._curvature_at(plan, found, "step")
-                scale = curvature.scale
+                scale, coarse = curvature.scale, coarse or curvature.coarse
                 for key, product in (curvature.products or {}).items():
                     known = products.get(key)
                     products[key] = product if known is None else replace(known, value=known.value + product.value)
                 for key, g in self.opt._take_grads().items():
                     grads[key] = grads[key] + g if key in grads else g
         self.opt._set_grads(grads)
-        self.opt._curvature = Curvature(products, scale)
+        self.opt._curvature = Curvature(products, scale, coarse=coarse)
         return total
 
 

@@ -130,15 +130,16 @@ class Reducing(ModelContexts):
         return [bool(b) for b in bitmap.tolist()]
 
     @torch.no_grad()
-    def _reduce(self, params: Sequence[Tensor], products: dict[int, Tensor] | None) -> list[Tensor]:
+    def _reduce(self, params: Sequence[Tensor], products: dict[int, Tensor] | None, coarse: bool = False) -> bool:
         """Reduces gradients, and products on a refresh, of all parameters that have some in any process.
 
         Args:
             params: All parameters, in the same order everywhere.
             products: By id of the parameter; filled up with zeros and replaced by their mean or sum.
+            coarse: Whether those of this process are; see :class:`Curvature`.
 
         Returns:
-            The parameters that have a gradient now.
+            Whether those of any process are.
         """
         early, self._early = self._early, None
         if products is None and self._reduced_before is not None:  # the same collectives, whether there was time or not
@@ -147,7 +148,8 @@ class Reducing(ModelContexts):
         else:
             early = None
         stale = early.stale if early is not None else []
-        there = self._anywhere([*(p.grad is not None for p in params), *stale], params[0].device)
+        asked = stale if products is None else [coarse]
+        there = self._anywhere([*(p.grad is not None for p in params), *asked], params[0].device)
         chosen = [p for p, present in zip(params, there, strict=False) if present]
         for p in chosen:
             if p.grad is None:
@@ -163,7 +165,7 @@ class Reducing(ModelContexts):
             tensors += [products[id(p)] for p in chosen]
         all_reduce_together(tensors, self._group, mean=mean)
         self._reduced_before = chosen
-        return chosen
+        return products is not None and there[-1]
 
     # ---- uneven inputs ------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .accessors import grad, no_grad, set_grad, version, weights_moved
 from .contexts import CreateGraph
 from .distributed import Reducing
-from .hutchinson import FiniteDifferences, probe_length
+from .hutchinson import FiniteDifferences, is_rounded, probe_length
 from .passes import Product
 from .plan import Plan
 from .sharding import local
@@ -33,11 +33,13 @@ class Curvature:
         products: By id of the parameter; None if the step is no refresh.
         scale: Factor that makes of them means over the probes.
         loss_scale: What the loss was multiplied by in the pass that gave them, if that is known.
+        coarse: Whether a product of exactly 0 only says that it was too small to be seen.
     """
 
     products: dict[int, Product] | None
     scale: float = 1.0
     loss_scale: float | None = None
+    coarse: bool = False
 
     def unscaled(self, loss_scale: float) -> Curvature:
         """Products of the loss itself."""
@@ -183,6 +185,7 @@ class Refreshing(Reducing):
         due = [True] * len(grads) if scheduled else self._without_curvature(plan)
         if not any(due):
             return Curvature(None)
+        coarse = any(map(is_rounded, plan.params, grads, due))
         found = plan.exact_products(
             grads,
             due,
@@ -195,7 +198,8 @@ class Refreshing(Reducing):
         if found is not None:
             products, scale = found
             pairs = zip(plan.params, products, strict=True)
-            return Curvature({id(p): product for p, product in pairs if product is not None}, scale)
+            known = {id(p): product for p, product in pairs if product is not None}
+            return Curvature(known, scale, coarse=coarse)
         if scheduled and plan.sharded:
             raise RuntimeError(
                 f"{self._name}.{caller}: gradients of sharded parameters (FSDP2) have no graph, which exact products "
@@ -321,8 +325,8 @@ class Refreshing(Reducing):
         products = self._due_only(probe.products(fused=fused and not self._parallel))
         if self._parallel:  # h depends on the parameters that took part, which may differ between processes
             products = {key: replace(p, value=p.value * probe.scale) for key, p in products.items()}
-            return Curvature(products)
-        return Curvature(products, probe.scale)
+            return Curvature(products, coarse=True)
+        return Curvature(products, probe.scale, coarse=True)
 
     # ---- several processes --------------------------------------------------------------------------------------
 
@@ -333,10 +337,11 @@ class Refreshing(Reducing):
             return curvature
         values = {key: product.value for key, product in (curvature.products or {}).items()}
         products = values if self._scheduled else None
-        self._reduce([p for p in self._parameters() if p.requires_grad], products)
+        coarse = self._reduce([p for p in self._parameters() if p.requires_grad], products, curvature.coarse)
         if products is None:
             return Curvature(None)
-        return replace(curvature, products={key: Product(value, signed=True) for key, value in products.items()})
+        together = {key: Product(value, signed=True) for key, value in products.items()}
+        return replace(curvature, products=together, coarse=coarse)
 
     def _due_only(self, products: dict[int, Product]) -> dict[int, Product]:
         if self._scheduled or self._ascent is None:

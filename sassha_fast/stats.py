@@ -24,7 +24,7 @@ class Stats:
         negative_share: Share of elements of z⊙Hz below zero.
         ascent_gap: The increase of the loss that the ascent caused. Only closures see it: NaN after the three calls.
         refreshes: Refreshes that succeeded.
-        partial_refreshes: Those among them in which some products were not finite.
+        partial_refreshes: Those among them in which some products were not finite, or lost to rounding.
         skipped_steps: Steps left out because their gradients had overflowed; a tensor with ``capturable``.
         skipped_refreshes: Refreshes in which no product was finite, or that had no graph.
         descent_norm: Norm of the gradient at x + ε before clipping, where ``max_grad_norm`` or a check asked for it.

@@ -14,7 +14,7 @@ from . import schedules
 from .accessors import no_grad, weights_moved
 from .capturable import device_scalars
 from .checks import check_count, check_number
-from .hutchinson import filter_means, probe_scale
+from .hutchinson import filter_means, probe_scale, without_zeros
 from .passes import Product, Stepped, tally
 from .plan import Plan
 from .refresh import Curvature, Refreshing
@@ -97,6 +97,8 @@ class Updating(Refreshing):
             self._ascent = None
         draw, stochastic = clock * self.n_samples, self.stochastic_rounding
         averaged = self._average_filters(plan, products, scalars, cohorts, draw)
+        if products is not None and curvature.coarse:
+            products = list(map(without_zeros, products, plan.params))
         stepped = plan.step(scalars, cohorts, products, self.seed, draw, restore=restore, stochastic=stochastic)
         self._settle(plan, states, stepped)
         next_clock = clock + 1
@@ -217,12 +219,12 @@ class Updating(Refreshing):
             self._reduce(params, None)
             self._set_grads({})
         products: dict[int, Tensor] | None = {} if self._scheduled else None
-        self._reduce(params, products)
+        coarse = self._reduce(params, products)
         plan, grads = self._gather()
         if plan is not None:
             plan.bind_grads(grads)
             found = None if products is None else {key: Product(h, signed=True) for key, h in products.items()}
-            self._update(plan, Curvature(found, self._product_scale()))
+            self._update(plan, Curvature(found, self._product_scale(), coarse=coarse))
         self._set_grads({})
         self._end_of_step()
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from training import closure_of, make_net
 
 from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, collectives
+from sassha_fast.reference import is_unknown
 
 ROWS = 24  # of the joined batch: two, three and four processes share it evenly
 OPTIONS = {"lr": 0.03, "rho": 0.05, "lazy_hessian": 10, "weight_decay": 0.01}
@@ -188,6 +189,26 @@ def uneven(method: type[Any] = SASSHA, **options: Any) -> dict[str, Any]:
     return results(net, opt)
 
 
+def uneven_amp() -> dict[str, Any]:
+    """Under autocast a process without data has to know that products of 0 are lost ones."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net()
+    model = DDP(net)
+    opt = SASSHA(net.parameters(), **{**OPTIONS, "lazy_hessian": 1, "eps": 1e-9})
+    opt.attach(model)
+    x, y = batch(torch.float32, rank, size)
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(model(x).float(), y)
+
+    with Join([opt]):
+        for _ in range(rank):
+            opt.step(closure_of(opt, loss))
+    unknown = sum(is_unknown(entry["exp_hessian_diag"]).sum().item() for entry in opt.state.values())
+    return {**results(net, opt), "unknown": unknown}
+
+
 def uneven_sam() -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     net = make_net(torch.float64)
@@ -326,6 +347,7 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "uneven": lambda: uneven(),
     "uneven_sync": lambda: uneven(perturb_sync=True),
     "uneven_momentum": lambda: uneven(MSASSHA),
+    "uneven_amp": uneven_amp,
     "uneven_sam": uneven_sam,
     "momentum": lambda: train(method=MSASSHA),
     "momentum_fd": lambda: train(method=MSASSHA, hvp="finite_difference"),

@@ -152,6 +152,13 @@ def test_a_process_without_data_takes_the_steps_of_the_others(two, name):
         assert {entry["step"] for entry in rank["state"]} == {4}
 
 
+def test_a_process_without_data_knows_lost_products_from_curvatures_of_zero(two):
+    """That replicas are equal is tested with all others."""
+    first, second = two["uneven_amp"]
+    assert first["unknown"] == second["unknown"] > 0
+    assert first["params"][0].abs().max() < 10
+
+
 def test_a_process_without_data_takes_the_steps_of_sam(two):
     assert [rank["ascents"] for rank in two["uneven_sam"]] == [4, 4]
 
@@ -174,12 +181,13 @@ def test_bytes_sent_are_those_of_ddp_and_nothing_for_the_hessian_between_refresh
     """A bitmap and the gradients, once with local ascent and twice with global; products beside them on a refresh.
 
     Ordinary steps send gradients while the pass runs, and the bitmap, which then has a byte for every bucket, after it.
+    On a refresh it has one that says whether products of 0 are lost ones.
     """
     local, synced = two["traffic"][0], two["traffic_sync"][0]
     bitmap, grads = local["n"], local["bytes"]
-    assert local["traffic"] == [[bitmap, 2 * grads], [grads, bitmap + 1], [grads, bitmap + 1]]
+    assert local["traffic"] == [[bitmap + 1, 2 * grads], [grads, bitmap + 1], [grads, bitmap + 1]]
     assert synced["traffic"] == [
-        [bitmap, grads, bitmap, 2 * grads],
+        [bitmap, grads, bitmap + 1, 2 * grads],
         [grads, bitmap + 1, grads, bitmap + 1],
         [grads, bitmap + 1, grads, bitmap + 1],
     ]
