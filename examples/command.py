@@ -40,7 +40,7 @@ def parser(prog: str, description: str, presets: dict[str, Preset], default: str
     p.add_argument("--hvp", choices=["exact", "finite_difference", "central_difference"], help="how products are made")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--amp", action="store_true", help="forward passes in bfloat16, but for refreshes of the curvature")
-    p.add_argument("--amp-products", action="store_true", help="with --amp: refreshes in bfloat16 too")
+    p.add_argument("--full-products", action="store_true", help="with --amp: no bfloat16 on refreshes")
     p.add_argument("--compile", action="store_true", help="torch.compile the network; products by finite differences")
     p.add_argument("--device", help="default: the GPU, if there is one")
     p.add_argument("--threads", type=int, help="default: torch's")
@@ -86,7 +86,7 @@ def assemble(args: argparse.Namespace, preset: Preset, settings: Settings, model
         epochs=args.epochs,
         seed=args.seed,
         amp=args.amp,
-        amp_products=args.amp_products,
+        full_products=args.full_products,
         compiled=args.compile,
         save_every=args.save_every,
         quiet=args.quiet,

@@ -84,8 +84,8 @@ class Run:
         out: Folder of ``log.csv`` and ``checkpoint.pt``.
         epochs: How many.
         seed: Of dropout.
-        amp: Forward passes in bfloat16, but for steps that refresh the curvature.
-        amp_products: These too.
+        amp: Forward passes in bfloat16.
+        full_products: But for steps that refresh the curvature.
         compiled: Run the network through ``torch.compile``.
         save_every: Steps between checkpoints within an epoch; 0 leaves those at its end.
         quiet: No progress bar.
@@ -104,7 +104,7 @@ class Run:
         epochs: int,
         seed: int = 0,
         amp: bool = False,
-        amp_products: bool = False,
+        full_products: bool = False,
         compiled: bool = False,
         save_every: int = 0,
         quiet: bool = False,
@@ -121,7 +121,7 @@ class Run:
         self.clip = None if hasattr(opt, "attach") else grad_clip
         if hasattr(opt, "attach"):
             opt.attach(self.model)
-        self.amp_products = amp_products
+        self.full_products = full_products
         self.stats = stats and self.first
         self.progress = Progress()
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # those of ``progress``, not read yet
@@ -216,8 +216,7 @@ class Run:
 
     def _loss(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Mean loss and number of right answers."""
-        # Products that bfloat16 rounds to 0 would be divided by eps.
-        full = not self.amp_products and torch.is_grad_enabled() and getattr(self.opt, "hessian_due", False)
+        full = self.full_products and torch.is_grad_enabled() and getattr(self.opt, "hessian_due", False)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp and not full):
             logits = self.model(x).flatten(0, -2)
         loss = F.cross_entropy(logits.float(), y.flatten())
