@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Join
+from torch.utils.weak import TensorWeakRef
 
 from .contexts import CreateGraph, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
 from .passes import Product
@@ -139,20 +140,20 @@ def _all_passes(
     return loss
 
 
-def _a_gradient(opt: SecondOrder) -> tuple[Tensor, Tensor, int] | None:
-    """A parameter that has a gradient, with it and its version."""
+def _a_gradient(opt: SecondOrder) -> tuple[Tensor, TensorWeakRef, int] | None:
+    """A parameter that has a gradient, with it, which may go, and its version."""
     for p in opt._parameters():
         if p.grad is not None:
-            return p, p.grad, p.grad._version
+            return p, TensorWeakRef(p.grad), p.grad._version
     return None
 
 
-def _warn_of_sums(opt: SecondOrder, before: tuple[Tensor, Tensor, int] | None) -> None:
+def _warn_of_sums(opt: SecondOrder, before: tuple[Tensor, TensorWeakRef, int] | None) -> None:
     """Warns of a first pass that added to a gradient of earlier passes: a single write, and none that zeroed it."""
     if before is None:
         return
     p, grad, version = before
-    if p.grad is grad and grad._version == version + 1:
+    if p.grad is not None and p.grad is grad() and p.grad._version == version + 1:
         warnings.warn(
             f"{opt._name}.step: the closure added to gradients that were there before, and passes at x + ε and "
             "products of the Hessian will be those of the closure alone; zero gradients in the closure, or pass one "

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import zoo
+from torch.utils.weak import TensorWeakRef
 from training import (
     BACKENDS,
     assert_same_bits,
@@ -293,3 +294,20 @@ def test_a_closure_that_zeroes_gradients_is_not_warned_of_and_one_that_adds_to_t
     opt.zero_grad()
     opt.step(adding)  # nothing was there
     opt.step([adding, adding])  # and here the optimizer zeroes
+
+
+def test_gradients_that_a_closure_zeroes_are_gone_while_it_computes_new_ones():
+    net = make_net()
+    opt = SASSHA(net.parameters(), **OPTIONS)
+    loss = make_loss(net)
+    opt.step(closure_of(opt, loss))
+    old = [TensorWeakRef(p.grad) for p in net.parameters()]
+
+    def closure():
+        opt.zero_grad()
+        assert not any(grad() is not None for grad in old)
+        value = loss()
+        value.backward()
+        return value
+
+    opt.step(closure)
