@@ -351,18 +351,26 @@ class Refreshing(Reducing):
 
     def _record_refresh(
         self,
-        params: list[Tensor],
+        plan: Plan,
         states: list[dict[str, Any]],
         products: Sequence[Product | None],
         bias2: list[Any],
         tallies: Tensor,
+        coarse: bool,
     ) -> bool:
-        """Takes over what a refresh brought. Returns whether any product was finite."""
+        """Takes over what a refresh brought. Returns whether any product was finite.
+
+        A parameter whose products were all lost to rounding had its turn; one whose products overflowed has not.
+        """
+
+        def had_turn(product: Product) -> bool:
+            return coarse and (plan.sharded or bool(product.value.isfinite().all()))  # shards have to agree
+
         finite = tallies[:, 2].tolist()
-        sizes = [p.numel() for p in params]
+        sizes = [p.numel() for p in plan.params]
         elements = sum(size for size, product in zip(sizes, products, strict=True) if product is not None)
         for entry, product, count, correction, size in zip(states, products, finite, bias2, sizes, strict=True):
-            if product is not None and (count or size == 0):
+            if product is not None and (count or size == 0 or had_turn(product)):
                 if isinstance(entry[BIAS2], Tensor):
                     entry[BIAS2].copy_(correction)  # in place: a captured step reads it there
                 else:

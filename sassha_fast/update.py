@@ -97,16 +97,17 @@ class Updating(Refreshing):
             self._ascent = None
         draw, stochastic = clock * self.n_samples, self.stochastic_rounding
         averaged = self._average_filters(plan, products, scalars, cohorts, draw)
+        given = products
         if products is not None and curvature.coarse:
             products = list(map(without_zeros, products, plan.params))
         stepped = plan.step(scalars, cohorts, products, self.seed, draw, restore=restore, stochastic=stochastic)
         self._settle(plan, states, stepped)
         next_clock = clock + 1
-        if products is not None and stepped.tallies is not None:
+        if given is not None and stepped.tallies is not None:
             for i, tally in averaged.items():
                 stepped.tallies[i] = tally
             succeeded = self._record_refresh(
-                plan.params, states, products, [scalars[c].bias2 for c in cohorts], stepped.tallies
+                plan, states, given, [scalars[c].bias2 for c in cohorts], stepped.tallies, curvature.coarse
             )
             if not succeeded and self._scheduled:
                 next_clock = clock  # a scheduled refresh that failed is still due

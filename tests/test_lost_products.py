@@ -167,3 +167,39 @@ def test_m_sassha_leaves_weights_without_curvature_alone():
     assert_same_bits(*([p[u] for p, u in zip(of, unknown, strict=True)] for of in (snapshot(net), before)))
     opt.train()
     assert max(losses(net, opt, 11)) < values[0] + 0.5
+
+
+@pytest.mark.parametrize("hvp", ["exact", "finite_difference"])
+def test_a_parameter_all_of_whose_products_are_lost_does_not_make_every_step_a_refresh(hvp):
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3).to(DEVICE)
+    slope = nn.Parameter(torch.ones(4, device=DEVICE))
+    x = torch.randn(8, 6, device=DEVICE)
+    opt = SASSHA([*net.parameters(), slope], lr=0.01, rho=0.05, lazy_hessian=5, hvp=hvp)
+
+    def loss():
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return net(x).float().square().mean() + (2.0 * slope).sum()  # linear in the slope
+
+    seen = [opt.step(closure_of(opt, loss)).item() for _ in range(6)]
+    assert (opt.stats.refreshes, opt.stats.skipped_refreshes) == (2, 0)
+    assert torch.equal(slope, torch.ones_like(slope))
+    assert seen[-1] < seen[0]
+
+
+def test_a_parameter_whose_products_overflow_is_refreshed_in_the_next_step():
+    net = make_net().to(DEVICE)
+    opt = SASSHA(net.parameters(), lr=0.01, rho=0.05, lazy_hessian=5, hvp="finite_difference")
+    x, y = make_batch()
+    calls = []
+
+    def loss():
+        calls.append(1)
+        value = F.cross_entropy(net(x), y)
+        if len(calls) == 3:  # the probe of the first step
+            value = value + float("nan") * net[0].bias.sum()
+        return value
+
+    for step in range(3):
+        opt.step(closure_of(opt, loss))
+        assert opt.stats.refreshes == min(step + 1, 2)
