@@ -142,7 +142,7 @@ def test_ctrl_c_and_resume_give_the_uninterrupted_run(optimizer, tree, tmp_path,
     """Within an epoch, with BatchNorm, varied pictures and, of M-SASSHA, weights that lie apart."""
     options = ("--optimizer", optimizer, "--amp", "--lazy-hessian", 2, "--stats")
     image.main(image_args(tree, tmp_path / "whole", *options))
-    batches = pictures.batches
+    batches, handler = pictures.batches, signal.getsignal(signal.SIGINT)
 
     def interrupted(*args):
         for number, batch in enumerate(batches(*args)):
@@ -154,7 +154,7 @@ def test_ctrl_c_and_resume_give_the_uninterrupted_run(optimizer, tree, tmp_path,
         patch.setattr(pictures, "batches", interrupted)
         with pytest.raises(SystemExit, match="stopped after step 2"):
             image.main(image_args(tree, tmp_path / "stopped", *options))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     image.main(image_args(tree, tmp_path / "stopped", *options, "--resume"))
     assert_same_end(tmp_path / "whole", tmp_path / "stopped")
     whole, stopped = (read_log(tmp_path / run / "stats.csv") for run in ("whole", "stopped"))
