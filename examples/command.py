@@ -39,7 +39,7 @@ def parser(prog: str, description: str, presets: dict[str, Preset], default: str
             p.add_argument(f"--{setting.name.replace('_', '-')}", type=kind, metavar="N")
     p.add_argument("--hvp", choices=["exact", "finite_difference", "central_difference"], help="how products are made")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--amp", action="store_true", help="forward passes in bfloat16, but for refreshes of the curvature")
+    p.add_argument("--amp", action="store_true", help="forward passes in bfloat16")
     p.add_argument("--full-products", action="store_true", help="with --amp: no bfloat16 on refreshes")
     p.add_argument("--compile", action="store_true", help="torch.compile the network; products by finite differences")
     p.add_argument("--device", help="default: the GPU, if there is one")
