@@ -1,4 +1,4 @@
-"""An extension of griffe, which reads the docstrings for the site: roles of reST become links, ``::`` a colon."""
+"""An extension of griffe, which reads the docstrings for the site: roles of reST become links and formulas."""
 
 from __future__ import annotations
 
@@ -36,19 +36,6 @@ TARGETS = {
     "unperturb": "sassha_fast.SASSHA.unperturb",
 }
 
-# What the few formulas in docstrings are made of, in the letters of the other pages.
-TEX = {
-    r"(\hat H^{(s)})^2": "Ĥs²",
-    r"\hat H": "Ĥ",
-    r"\bar m": "m̄",
-    r"\bar D": "D̄",
-    r"\operatorname{clip}": "clip",
-    r"\max": "max",
-    "β_2": "β2",
-    "^{k/2}": "^(k/2)",
-    "-": "−",
-}
-
 
 class Docstrings(griffe.Extension):
     """Makes Markdown of the docstrings."""
@@ -57,15 +44,9 @@ class Docstrings(griffe.Extension):
         """Rewrites the docstring of everything that is loaded."""
         if obj.docstring is not None:
             text = ROLE.sub(lambda match: _link(match[1]), obj.docstring.value)
-            text = MATH.sub(lambda match: _formula(match[1]), text)
+            text = MATH.sub(r"$\1$", text)
             obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)
 
 
 def _link(target: str) -> str:
     return f"[`{target}`][{TARGETS[target]}]" if target in TARGETS else f"`{target}`"
-
-
-def _formula(tex: str) -> str:
-    for command, letters in TEX.items():
-        tex = tex.replace(command, letters)
-    return f"`{tex}`"

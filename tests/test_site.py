@@ -35,8 +35,8 @@ SHARED = ("mkdocs.yml", "sassha_fast", "CHANGELOG.md", "CONTRIBUTING.md")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built from a copy of the pages."""
-    if find_spec("mkdocs") is None or find_spec("material") is None or find_spec("mkdocstrings") is None:
-        pytest.skip("mkdocs-material and mkdocstrings are not installed")
+    if None in map(find_spec, ("mkdocs", "material", "mkdocstrings", "latex2mathml")):
+        pytest.skip("mkdocs-material, mkdocstrings or latex2mathml is not installed")
     folder = tmp_path_factory.mktemp("docs")
     for name in SHARED:
         (folder / name).symlink_to(ROOT / name)
@@ -77,6 +77,13 @@ def test_every_public_name_is_in_the_reference(site):
     anchors = set(re.findall(r"\bid=\"?([\w.]+)", text))
     names = [f"{module}.{name}" for path in MODULES for module, name in public(path)]
     assert not [name for name in names if name not in anchors]
+
+
+def test_formulas_are_typeset_by_the_browser(site):
+    assert (site / "algorithm.html").read_text(encoding="utf-8").count("<math ") >= 9
+    for page in site.glob("*.html"):
+        prose = re.sub(r"<(pre|code|script)\b.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert not re.findall(r"arithmatex|\$[^$<]+\$|\\[a-z]+", prose), page.name
 
 
 def test_docstrings_leave_no_markup_behind(site):
