@@ -19,6 +19,7 @@ TARGETS = {
     "read_log": "sassha_fast.log.read_log",
     "replayed": "sassha_fast.SASSHA.replayed",
     "sassha_fast.SASSHA": "sassha_fast.SASSHA",
+    "sassha_fast.Stats": "sassha_fast.Stats",
     "sassha_fast.log": "sassha_fast.log.StatsLog",
     "sassha_fast.log.read_log": "sassha_fast.log.read_log",
     "sassha_fast.plots": "sassha_fast.plots.plot_curve",

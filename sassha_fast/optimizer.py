@@ -71,6 +71,9 @@ class SASSHA(Climbing):
         foreach: torch's name for ``backend="foreach"``.
         fused: torch's name for the backend with kernels.
 
+    Attributes:
+        stats (Stats): What the last step saw; see :class:`sassha_fast.Stats`.
+
     ``lr``, ``betas``, ``weight_decay``, ``rho``, ``perturb_eps``, ``eps``, ``hessian_power``, ``hessian_floor``,
     ``clip_update`` and ``maximize`` may differ between parameter groups.
     """

@@ -4,47 +4,22 @@ from __future__ import annotations
 
 import re
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pages import DOCS, FENCE, PAGES, ROOT
+from pages import DOCS, PAGES, ROOT, blocks
 from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+import sassha_fast
+
 # Blocks that no test can run, by page; each says why in a comment above it. A new one has to be added here.
 NOT_RUN = {"compile.md": ["needs a GPU"]}
 
-SETUP = re.compile(r"^<!-- setup:\n(.*?)^-->", re.MULTILINE | re.DOTALL)
 PROCESSES = re.compile(r"^<!-- processes: (\d+) -->$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Block:
-    """Code of a page, and the line that it starts in."""
-
-    page: Path
-    line: int
-    code: str
-    reason: str | None = None  # why it is not run
-
-    def run(self, namespace: dict[str, Any]) -> None:
-        """Executes the code under the page's name and lines."""
-        exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)
-
-
-def blocks(page: Path) -> list[Block]:
-    """The Python of a page in order: what readers see, and what a comment sets up for it."""
-    text = page.read_text(encoding="utf-8")
-
-    def at(match: re.Match[str], group: int, reason: str | None = None) -> Block:
-        return Block(page, text.count("\n", 0, match.start(group)) + 1, match[group], reason)
-
-    shown = [at(m, 3, m[1]) for m in FENCE.finditer(text) if m[2] in ("python", "py")]
-    return sorted([at(m, 1) for m in SETUP.finditer(text)] + shown, key=lambda block: block.line)
 
 
 def readers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -78,6 +53,7 @@ def readers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     given = {
         "__name__": "__main__",
         "torch": torch,
+        "sassha_fast": sassha_fast,
         "model": nn.Sequential(*layers),
         "sharded_model": nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 3)),
         "loss_fn": F.cross_entropy,

@@ -3,17 +3,17 @@
 import importlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from pages import ROOT, blocks
 from training import make_batch, make_net, snapshot
 
 import sassha_fast
-
-ROOT = Path(__file__).parents[1]
 
 
 def run(*command, cwd=ROOT):
@@ -58,16 +58,22 @@ def test_the_demo_runs_and_leaves_a_picture_and_a_page(tmp_path):
     assert all(f"<td>{cell}</td>" in page for row in rows for cell in row)
 
 
-def blocks(document):
-    """The Python code of a document."""
-    return [part.split("```")[0] for part in (ROOT / document).read_text().split("```python\n")[1:]]
+def test_the_readme_begins_with_install_two_commands_four_lines_and_a_picture():
+    beginning = (ROOT / "README.md").read_text().split("\n- ")[0]
+    install, *commands = beginning.split("```sh\n")[1].split("```")[0].splitlines()
+    assert install.startswith("pip install")
+    assert [command.split("#")[0].strip() for command in commands] == ["make demo", "make test"]
+    assert len(blocks(ROOT / "README.md")[0].code.splitlines()) == 4
+    (picture,) = re.findall(r'<img src="([^"]+)"', beginning)
+    assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_loop_of_the_readme_runs():
-    first, loop, with_closure, _ = blocks("README.md")
+    first, loop, with_closure, _ = blocks(ROOT / "README.md")
     net, (x, y) = make_net(), make_batch()
     before = snapshot(net)
     scope = {"model": net, "loader": [(x, y)] * 3, "loss_fn": torch.nn.functional.cross_entropy}
+    scope["sassha_fast"] = sassha_fast
 
     def closure(x, y):
         def run():
@@ -79,12 +85,12 @@ def test_the_loop_of_the_readme_runs():
         return run
 
     scope["closure"] = closure
-    exec(first, scope)
+    first.run(scope)
     assert scope["opt"].state[net[0].weight]["step"] == 3
-    exec(loop, scope)
+    loop.run(scope)
     assert scope["opt"].state[net[0].weight]["step"] == 3
     assert not torch.equal(net[0].weight, before[0])
-    exec(with_closure, scope)
+    with_closure.run(scope)
     assert scope["opt"].state[net[0].weight]["step"] == 4
 
 
@@ -101,7 +107,7 @@ def test_the_documented_loop_of_m_sassha_never_evaluates_perturbed_weights(docum
         model.train()
 
     scope |= {"evaluate": evaluate, "torch": torch, "path": tmp_path / "checkpoint.pt"}
-    exec(blocks(document)[block], scope)
+    blocks(ROOT / document)[block].run(scope)
     assert scope["opt"].state[net[0].weight]["step"] == 6
 
 
