@@ -95,7 +95,8 @@ format: $(INSTALLED) ## rewrite the sources in the project's style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
 
-wheel: $(INSTALLED) ## build dist/*.whl, one for every Python 3
+wheel: $(INSTALLED) ## build dist/*.whl, one for every Python 3, and the source archive
+	$(BIN)/python setup.py --quiet sdist --dist-dir dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
 
 clean: ## remove everything that was built, and .venv

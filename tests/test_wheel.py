@@ -6,42 +6,22 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import textwrap
 import zipfile
+from importlib import metadata
 from pathlib import Path
+from textwrap import indent
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from pages import DOCS, ROOT, blocks
 
 import sassha_fast
 
-ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "SASSHA_CUDA_ARCHS": "80", "OMP_NUM_THREADS": "1"}
 
-TOUR = textwrap.dedent(
-    """
-    import sys, torch
-    from sassha_fast import MSASSHA, SASSHA
-    import sassha_fast
-
-    assert sassha_fast.__file__.startswith(sys.prefix), sassha_fast.__file__
-    print(sassha_fast.backends.report())
-    torch.manual_seed(0)
-    x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
-    for method in (SASSHA, MSASSHA):
-        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-        opt = method(model.parameters(), lr=0.2, rho=0.05, backend="cpu")
-
-        def closure():
-            opt.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        losses = [float(opt.step(closure).detach()) for _ in range(30)]
-        assert losses[-1] < 0.7 * losses[0], losses
-    print("tour: ok")
-    """
-)
+TOUR = [block.code for block in blocks(DOCS / "tour.md")]
+(MEASURES,) = [code for code in TOUR if "sassha_fast.sharpness" in code]  # needs an extra
 
 
 def run(*command, **options):
@@ -79,30 +59,67 @@ def test_the_wheel_says_what_it_is(wheel):
     assert wheel.name.startswith(f"sassha_fast-{sassha_fast.__version__}-py3-none-")
     with zipfile.ZipFile(wheel) as archive:
         folder = f"sassha_fast-{sassha_fast.__version__}.dist-info"
-        metadata = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
+        about = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
         assert "Apache License" in archive.read(f"{folder}/licenses/LICENSE").decode()
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Requires-Python"] == ">=3.10"
-    needed = [value for value in metadata.get_all("Requires-Dist") if "extra ==" not in value]
-    assert needed == ["torch>=2.10"]
+    assert about["License-Expression"] == "Apache-2.0"
+    assert about["Requires-Python"] == ">=3.10"
+    assert "Typing :: Typed" in about.get_all("Classifier")
+    assert about.get_payload().startswith("# sassha_fast")  # the README
+    assert [value for value in about.get_all("Requires-Dist") if "extra ==" not in value] == ["torch>=2.10"]
+
+
+def needed(*names, found=()):
+    """Names of installed distributions, and of all that these need."""
+    found = set(found)
+    for name in set(names) - found:
+        found |= {name}
+        for line in metadata.requires(name) or ():
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                found = needed(canonicalize_name(requirement.name), found=found)
+    return found
+
+
+def lend(names, site):
+    """Makes distributions of this environment part of another one, and nothing beside them."""
+    for name in names:
+        files = metadata.distribution(name).files or ()
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(sysconfig.get_path("purelib")) / top)
 
 
 @pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
-    """The interpreter of an environment that has the wheel, and torch beside it."""
+def site(wheel, tmp_path_factory):
+    """The packages of an environment that has torch, what torch needs, and the wheel."""
     folder = tmp_path_factory.mktemp("environment")
-    run(sys.executable, "-m", "venv", "--without-pip", folder)
-    interpreter = folder / "bin" / "python"
-    site = Path(run(interpreter, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    # torch is taken from here: files that add paths, such as that of an editable install, do nothing from there.
-    (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    target = ("--target", site, "--no-deps", "--no-index", "--disable-pip-version-check")
-    run(sys.executable, "-m", "pip", "install", "--quiet", *target, wheel)
-    return interpreter
+    run(sys.executable, "-m", "venv", folder)
+    site = Path(run(folder / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    lend(needed("torch"), site)
+    # Whatever the wheel needs beyond torch would be asked of an index, and there is none.
+    run(folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", wheel)
+    return site
 
 
-def test_the_wheel_works_in_an_empty_environment_beside_torch(python, tmp_path):
-    assert "tour: ok" in run(python, "-c", TOUR, cwd=tmp_path)
+@pytest.fixture(scope="module")
+def python(site):
+    return site.parents[2] / "bin" / "python"
+
+
+def test_the_wheel_takes_the_tour_in_an_empty_environment_beside_torch(site, python, tmp_path):
+    absent = "from importlib.util import find_spec; assert not any(map(find_spec, ('numpy', 'scipy', 'triton')))"
+    installed = "import sassha_fast, sys; assert sassha_fast.__file__.startswith(sys.prefix), sassha_fast.__file__"
+    core = [code for code in TOUR if code != MEASURES]
+    refused = f"try:\n{indent(MEASURES, ' ')}except ImportError as error:\n print(error)\nelse:\n assert False"
+    said = run(python, "-c", "\n".join([absent, installed, *core, refused]), cwd=tmp_path)
+    assert "needs scipy" in said
+    assert "pip install 'sassha_fast[sharpness]'" in said
+    lend(needed("scipy", "tqdm"), site)
+    assert "trace" in run(python, "-c", "\n".join([installed, *TOUR]), cwd=tmp_path)
+
+
+def test_the_wheel_brings_its_kernels(python, tmp_path):
+    assert "'cpu' for parameters on the CPU" in run(python, "-m", "sassha_fast", cwd=tmp_path)
 
 
 def test_import_takes_less_than_50_milliseconds_beyond_torch(python, tmp_path):
