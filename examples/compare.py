@@ -99,9 +99,9 @@ TASKS = {
             "sam": "",
             "adahessian": "",
             "sophia-h": "--lazy-hessian 10",
-            "sassha": "--full-products",
-            "m-sassha": "--full-products",
-            "g-sassha": "--full-products",
+            "sassha": "",
+            "m-sassha": "",
+            "g-sassha": "",
         },
     ),
     "shakespeare": Task(
