@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,16 +14,52 @@ from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Join
 from torch.utils.weak import TensorWeakRef
 
+from .accessors import no_grad
 from .contexts import CreateGraph, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
-from .passes import Product
 from .refresh import Curvature
 
 if TYPE_CHECKING:
     from .base import SecondOrder
 
-__all__ = ["Accumulated", "Closure", "closure_step"]
+__all__ = ["Accumulated", "Closure", "ProductSum", "closure_step"]
 
 Closure = Callable[[], "Tensor | float"]
+
+
+class ProductSum:
+    """Exact products of several micro-batches, each taken right after its pass: there is never more than one graph.
+
+    Attributes:
+        curvature: The sum.
+    """
+
+    def __init__(self, opt: SecondOrder) -> None:
+        """Begins with nothing."""
+        self.opt, self.curvature = opt, Curvature({})
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Around a backward pass with a graph: adds its products, and its gradients to those that are there."""
+        before = self.opt._take_grads()
+        yield
+        self._add()
+        with torch.no_grad():
+            now = self.opt._take_grads()
+            sums = {key: before[key] + g if key in before else g for key, g in now.items()}
+        self.opt._set_grads({**before, **sums})
+
+    @no_grad
+    def _add(self) -> None:
+        plan, grads = self.opt._gather()
+        found = self.opt._curvature_at(plan, grads, "step")
+        if found.products is None:  # no parameter of this micro-batch needed one
+            return
+        known = self.curvature.products or {}
+        sums = {
+            key: replace(product, value=known[key].value + product.value) if key in known else product
+            for key, product in found.products.items()
+        }
+        self.curvature = replace(found, products={**known, **sums}, coarse=self.curvature.coarse or found.coarse)
 
 
 class Accumulated:
@@ -46,25 +82,14 @@ class Accumulated:
         return sum((_detached(closure()) for closure in self.closures), start=0.0)
 
     def differentiate(self) -> Tensor | float:
-        """The same with products, of one micro-batch after the other: there is never more than one graph."""
+        """The same with products."""
+        self.opt._set_grads({})
+        products = ProductSum(self.opt)
         total: Tensor | float = 0.0
-        grads: dict[int, Tensor] = {}
-        products: dict[int, Product] = {}
-        scale, coarse = 1.0, False
         for closure in self.closures:
-            self.opt._set_grads({})
-            total = total + _detached(closure())
-            plan, found = self.opt._gather()
-            with torch.no_grad():
-                curvature = self.opt._curvature_at(plan, found, "step")
-                scale, coarse = curvature.scale, coarse or curvature.coarse
-                for key, product in (curvature.products or {}).items():
-                    known = products.get(key)
-                    products[key] = product if known is None else replace(known, value=known.value + product.value)
-                for key, g in self.opt._take_grads().items():
-                    grads[key] = grads[key] + g if key in grads else g
-        self.opt._set_grads(grads)
-        self.opt._curvature = Curvature(products, scale, coarse=coarse)
+            with products.adding():
+                total = total + _detached(closure())
+        self.opt._curvature = products.curvature
         return total
 
 

@@ -68,6 +68,23 @@ def make_batches(count: int) -> list[dict[str, Tensor]]:
     return [{key: torch.stack([row[key] for row in part]) for key in part[0]} for part in parts]
 
 
+class Passes:
+    """Counts the forward passes of a model."""
+
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
+        self.count = 0
+        if model is not None:
+            self(model)
+
+    def __call__(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Counts those of this model."""
+        model.register_forward_pre_hook(self._note)
+        return model
+
+    def _note(self, *_: object) -> None:
+        self.count += 1
+
+
 def plain_loop(
     method, batches, accumulate=1, *, autocast=False, by_tokens=False, dropout=0.1, wrap=lambda model: model, **options
 ):

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from safetensors.torch import load_file
-from small_gpt import BATCH, METHODS, make_batches, make_gpt, make_sequences, plain_loop
+from small_gpt import BATCH, METHODS, Passes, make_batches, make_gpt, make_sequences, plain_loop
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from sassha_fast import MSASSHA, SASSHA
@@ -69,13 +69,17 @@ def optimizer_of(trainer):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
-def test_training_equals_the_plain_loop_bit_for_bit(method, accumulate, tmp_path):
-    expected_opt, expected = plain_loop(method, make_batches(3 * accumulate), accumulate, by_tokens=True)
+def test_training_equals_the_plain_loop_bit_for_bit_in_as_many_passes(method, accumulate, tmp_path):
+    passes = Passes()
+    batches = make_batches(3 * accumulate)
+    expected_opt, expected = plain_loop(method, batches, accumulate, by_tokens=True, wrap=passes)
     trainer = trainer_of(method, tmp_path, 3 * accumulate, gradient_accumulation_steps=accumulate)
+    taken = Passes(trainer.model)
     trainer.train()
     assert trainer.state.global_step == 3
     assert_same_bits(snapshot(trainer.model), expected)
     assert_same_state(state_of(optimizer_of(trainer)), state_of(expected_opt))
+    assert taken.count == passes.count
 
 
 def test_all_passes_of_an_exact_refresh_use_the_same_attention(tmp_path):

@@ -20,7 +20,7 @@ L = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins import MixedPrecision
-from small_gpt import BATCH, METHODS, make_batches, make_gpt, make_sequences, plain_loop
+from small_gpt import BATCH, METHODS, Passes, make_batches, make_gpt, make_sequences, plain_loop
 from torchmetrics import MeanMetric
 
 from sassha_fast import MSASSHA, SASSHA
@@ -109,13 +109,16 @@ def optimizer_of(trainer):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_fit_equals_the_plain_loop_bit_for_bit(method, accumulate):
-    expected_opt, expected = plain_loop(method, make_batches(3 * accumulate), accumulate)
+def test_a_fit_equals_the_plain_loop_bit_for_bit_in_as_many_passes(method, accumulate):
+    passes = Passes()
+    expected_opt, expected = plain_loop(method, make_batches(3 * accumulate), accumulate, wrap=passes)
     module = GPT(*METHODS[method])
+    taken = Passes(module.net)
     trainer = fit(module, 3 * accumulate, accumulate_grad_batches=accumulate)
     assert trainer.global_step == 3
     assert_same_bits(snapshot(module.net), expected)
     assert_same_state(state_of(optimizer_of(trainer)), state_of(expected_opt))
+    assert taken.count == passes.count
 
 
 def test_all_passes_of_an_exact_refresh_use_the_same_attention():

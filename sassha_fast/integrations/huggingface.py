@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +29,7 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
 
     - ``max_grad_norm`` of the training arguments becomes that of the optimizer, which clips the gradient at x + ε. The
       logged ``grad_norm`` is that at x, of this process.
-    - M-SASSHA's true weights are what is evaluated, saved and left at the end. Its exact refreshes cost one pass more
-      than by hand, as the trainer's own has no graph.
+    - M-SASSHA's true weights are what is evaluated, saved and left at the end.
     - Logs get ``opt.stats`` under ``sassha/``.
     """
 
@@ -61,13 +59,9 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """See ``transformers.Trainer.training_step``; remembers how to do it again."""
         replay = self._connected(model)
-        opt = replay.opt
         run = partial(super().training_step, model, inputs, *args, **kwargs)
         replay.begin(run)
-        with ExitStack() as stack:
-            stack.enter_context(opt._unsynced())
-            if opt.hvp == "exact" and opt.hessian_due:  # so that the passes of a refresh see one network
-                stack.enter_context(opt.refresh_context())
+        with replay.opt._unsynced(), replay.forward_context(), replay.backward_context():
             loss = run()
         replay.ran(loss)
         return loss  # type: ignore[no-any-return]
@@ -142,7 +136,7 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
         if replay is None or not replay.parts:
             return None
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (args[0], replay.closures(reuse=True)), rest
+        return (args[0], replay.closures()), rest
 
 
 class SasshaTrainer(SasshaMixin, Trainer):  # type: ignore[misc]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from typing import Any
 
@@ -48,6 +48,7 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         self._opts: list[SecondOrder] = []
         self._replay: Replay | None = None
         self._handles: list[Any] = []
+        self._forward, self._backward = ExitStack(), ExitStack()  # contexts of Lightning's own passes
         self._clip: float | None = None
         self._logged = 0
 
@@ -80,9 +81,11 @@ class SasshaCallback(Callback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same after an error or an interrupt."""
+        self._backward.__exit__(type(exception), exception, exception.__traceback__)
         self._release(trainer)
 
     def _release(self, trainer: Trainer) -> None:
+        self._forward.close()
         self._show_true_weights()
         for handle in self._handles:
             handle.remove()
@@ -117,8 +120,9 @@ class SasshaCallback(Callback):  # type: ignore[misc]
                 opt.train()
         if self._replay is None:
             return
+        self._forward.close()  # of a batch that was skipped
         if batch_idx % trainer.accumulate_grad_batches == 0:  # where Lightning zeroes gradients
-            self._replay.parts.clear()
+            self._replay.clear()
         with_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
         given = (batch, batch_idx) if with_index else (batch,)
         opt, share = self._replay.opt, trainer.accumulate_grad_batches
@@ -134,6 +138,16 @@ class SasshaCallback(Callback):  # type: ignore[misc]
             return loss.detach()  # type: ignore[no-any-return]
 
         self._replay.begin(again)
+        self._forward.enter_context(self._replay.forward_context())
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Lets the backward pass of a micro-batch that no step follows make what a refresh needs."""
+        if self._replay is not None and self._replay.parts:  # else it is a pass of the optimizer
+            self._backward.enter_context(self._replay.backward_context())
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes it."""
+        self._backward.close()
 
     def _before_step(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces Lightning's closure, which knows the last micro-batch alone, by closures of all."""
@@ -141,15 +155,16 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if replay is None or not replay.parts or closure is None:
             return None
+        self._forward.close()
         replay.parts[-1].run_first(closure)
-        exact = replay.opt.hvp == "exact" and replay.opt.hessian_due
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (args[0], replay.closures(reuse=not exact), *args[2:]), rest
+        return (args[0], replay.closures(), *args[2:]), rest
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Takes down the loss of a micro-batch that no step followed yet; after a step, tells loggers of it."""
+        self._forward.close()
         if self._replay is not None and self._replay.parts:
             self._replay.ran(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
         step = trainer.global_step

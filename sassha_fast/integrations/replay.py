@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..base import SecondOrder
-from ..contexts import RandomState, frozen_batchnorm
+from ..closures import Accumulated, ProductSum
+from ..contexts import CreateGraph, RandomState, frozen_batchnorm
 from ..momentum import MSASSHA
 from ..stats import Stats
+from ..variant import Ascent
 
-__all__ = ["MicroBatch", "Replay", "TrueWeights", "numbers"]
+__all__ = ["MicroBatch", "Replay", "Replayed", "TrueWeights", "numbers"]
 
 Run = Callable[[], "Tensor | float | None"]
 
@@ -23,37 +25,84 @@ Run = Callable[[], "Tensor | float | None"]
 class MicroBatch:
     """Forward and backward pass of one micro-batch, as a closure of ``opt.step``."""
 
-    def __init__(self, replay: Replay, again: Run) -> None:
+    def __init__(self, opt: SecondOrder, again: Run) -> None:
         """Remembers the random numbers, so call it right before the framework runs the micro-batch."""
-        self.replay, self.again = replay, again
+        self.opt, self.run = opt, again
         self.first: Run | None = None  # how the framework runs it, if that is left to the optimizer
         self.loss: Tensor | float | None = None  # of the framework's run
-        self.reusable = False
-        self.random = replay.random_state()
+        self.random = random_state(opt)
 
     def run_first(self, run: Run) -> None:
         """Leaves the framework's run to the optimizer, whose step begins now."""
-        self.first, self.random = run, self.replay.random_state()
+        self.first, self.random = run, random_state(self.opt)
 
     def __call__(self) -> Tensor | float:
-        """The loss; its gradient is added to ``p.grad``. The framework's own run counts as the first one."""
-        opt, replay = self.replay.opt, self.replay
-        reusable, self.reusable = self.reusable, False
-        if reusable and self.loss is not None and not opt._wants_graph:
-            replay.give_back()
-            return self.loss
-        replay.kept = {}
+        """The loss; its gradient is added to ``p.grad``."""
+        model = self.opt._model
         self.random.restore()
-        run, self.first = self.first or self.again, None
-        repeated = opt._model is not None and self.loss is not None
-        with frozen_batchnorm(opt._model) if repeated else nullcontext():  # type: ignore[arg-type]
+        run, self.first = self.first or self.run, None
+        has_run = model is not None and self.loss is not None
+        with frozen_batchnorm(model) if has_run else nullcontext():  # type: ignore[arg-type]
             loss = run()
         if loss is None:
             raise RuntimeError(
-                f"{opt._name}.step: the training step of a micro-batch returned None instead of a loss, and a step "
-                "that has begun can't be skipped; leave such batches out of the DataLoader, or return output.sum() * 0"
+                f"{self.opt._name}.step: the training step of a micro-batch returned None instead of a loss, and a "
+                "step that has begun can't be skipped; leave such batches out of the DataLoader, or return "
+                "output.sum() * 0"
             )
         return loss
+
+
+class Replayed(Accumulated):
+    """The micro-batches of one step. Those that the framework has run are not run again in the first pass.
+
+    Attributes:
+        grads: Gradients of the framework's runs, until the first pass; None if there was none.
+        products: Their products, if they had graphs.
+    """
+
+    closures: Sequence[MicroBatch]
+
+    def __init__(
+        self,
+        opt: SecondOrder,
+        parts: Sequence[MicroBatch],
+        grads: dict[int, Tensor] | None,
+        products: ProductSum | None,
+    ) -> None:
+        """See the class."""
+        super().__init__(opt, parts)
+        self.grads, self.products = grads, products
+
+    def __call__(self) -> Tensor | float:
+        """See :class:`Accumulated`."""
+        grads, _ = self._begun()
+        if grads is None:
+            return super().__call__()
+        self.opt._set_grads(grads)
+        return sum((part() if part.loss is None else part.loss for part in self.closures), start=0.0)
+
+    def differentiate(self) -> Tensor | float:
+        """See :class:`Accumulated`."""
+        grads, products = self._begun()
+        if grads is None or products is None:
+            return super().differentiate()
+        self.opt._set_grads(grads)
+        total: Tensor | float = 0.0
+        for part in self.closures:
+            if part.loss is not None:
+                total = total + part.loss
+            else:
+                with products.adding():
+                    total = total + part()
+        self.opt._curvature = products.curvature
+        return total
+
+    def _begun(self) -> tuple[dict[int, Tensor] | None, ProductSum | None]:
+        """What the framework's runs gave, once."""
+        given = self.grads, self.products
+        self.grads = self.products = None
+        return given
 
 
 class Replay:
@@ -65,22 +114,36 @@ class Replay:
     Attributes:
         opt: The optimizer.
         parts: What was collected since the last step.
-        kept: Gradients of the framework's passes, between the beginning of a step and its first pass.
+        products: Of methods whose first pass is the only one, on refreshes by exact products.
     """
 
     def __init__(self, opt: SecondOrder) -> None:
         """Collects for an optimizer."""
         self.opt = opt
-        self.parts: list[MicroBatch] = []
-        self.kept: dict[int, Tensor] = {}
+        self.clear()
 
-    def random_state(self) -> RandomState:
-        """The present random numbers."""
-        return RandomState(p.device for p in self.opt._parameters())
+    def clear(self) -> None:
+        """Forgets what was collected."""
+        self.parts: list[MicroBatch] = []
+        self.products: ProductSum | None = None
 
     def begin(self, again: Run) -> None:
         """Call it before the framework runs a micro-batch; ``again`` does the same once more."""
-        self.parts.append(MicroBatch(self, again))
+        self.parts.append(MicroBatch(self.opt, again))
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """For the framework's forward pass: on exact refreshes, all passes of a step have to see one network."""
+        return self.opt.refresh_context() if self._differentiates else nullcontext()
+
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
+        """For the framework's backward pass: where no other follows, it is the one to differentiate again."""
+        if not self._differentiates or self.opt.variant.ascent is Ascent.GRADIENT:
+            yield
+            return
+        self.products = self.products or ProductSum(self.opt)
+        with self.products.adding(), CreateGraph():
+            yield
 
     def ran(self, loss: Tensor | float | None) -> None:
         """Call it after that with the loss, None if there was none."""
@@ -89,24 +152,21 @@ class Replay:
         else:
             self.parts[-1].loss = loss.detach() if isinstance(loss, Tensor) else loss
 
-    def closures(self, *, reuse: bool) -> list[MicroBatch]:
-        """The closures of the step that is about to begin.
+    def closures(self) -> Replayed:
+        """The closures of the step that is about to begin."""
+        has_run = any(part.loss is not None for part in self.parts)
+        closures = Replayed(self.opt, self.parts, self.opt._take_grads() if has_run else None, self.products)
+        self.clear()
+        return closures
 
-        Args:
-            reuse: Whether the gradients that are there may serve as the first pass. Passes outside of
-                ``opt.refresh_context()`` can't serve an exact refresh: their attention may draw other dropout masks.
-        """
-        parts, self.parts = self.parts, []
-        self.kept = self.opt._take_grads() if reuse else {}
-        for part in parts:
-            part.reusable = reuse
-        return parts
+    @property
+    def _differentiates(self) -> bool:
+        return self.opt.hvp == "exact" and self.opt.hessian_due
 
-    def give_back(self) -> None:
-        """Gives the parameters the gradients of the framework's passes, once."""
-        kept, self.kept = self.kept, {}
-        if kept:
-            self.opt._set_grads(kept)
+
+def random_state(opt: SecondOrder) -> RandomState:
+    """The present random numbers of an optimizer's devices."""
+    return RandomState(p.device for p in opt._parameters())
 
 
 class TrueWeights:
