@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from .refresh import Curvature
 if TYPE_CHECKING:
     from .base import SecondOrder
 
-__all__ = ["Accumulated", "Closure", "ProductSum", "closure_step"]
+__all__ = ["NOTHING", "Accumulated", "Closure", "ProductSum", "closure_step"]
 
 Closure = Callable[[], "Tensor | float"]
+NOTHING: AbstractContextManager[Any] = nullcontext()  # around a pass that nothing is done with
 
 
 class ProductSum:
@@ -76,10 +77,17 @@ class Accumulated:
             )
         self.opt, self.closures = opt, closures
 
-    def __call__(self) -> Tensor | float:
-        """All micro-batches in one pass; gradients add up in ``p.grad``."""
+    def __call__(self, around_last: AbstractContextManager[Any] = NOTHING) -> Tensor | float:
+        """All micro-batches in one pass; gradients add up in ``p.grad``, and the last one completes them."""
         self.opt._set_grads({})
-        return sum((_detached(closure()) for closure in self.closures), start=0.0)
+        return self._passes(self.closures, around_last)
+
+    def _passes(self, closures: Sequence[Closure], around_last: AbstractContextManager[Any]) -> Tensor | float:
+        total: Tensor | float = 0.0
+        for number, closure in enumerate(closures, start=1):
+            with around_last if number == len(closures) else NOTHING:
+                total = total + _detached(closure())
+        return total
 
     def differentiate(self) -> Tensor | float:
         """The same with products."""
@@ -200,12 +208,15 @@ def _run(
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(opt._unsynced())
-            if sent and not isinstance(closure, Accumulated):
-                stack.enter_context(opt._reducing_early(refresh=descent and opt._scheduled))
+            early = opt._reducing_early(refresh=descent and opt._scheduled) if sent else NOTHING
             if graph:
                 stack.enter_context(refresh_context(opt._model))
                 stack.enter_context(CreateGraph())
-            loss = closure.differentiate() if graph and isinstance(closure, Accumulated) else closure()
+            if isinstance(closure, Accumulated):
+                loss = closure.differentiate() if graph else closure(early)
+            else:
+                with early:
+                    loss = closure()
     finally:
         opt._wants_graph = True
     return _detached(loss)

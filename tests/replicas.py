@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ def different_parameters(hvp: str) -> dict[str, Any]:
     return results(net, opt)
 
 
-def overlap(early: bool) -> dict[str, Any]:
+def overlap(early: bool, accumulated: bool = False) -> dict[str, Any]:
     """Small buckets, and how many are under way when the gradient of the first layer is there."""
     rank, size = dist.get_rank(), dist.get_world_size()
     before, collectives.BUCKET_BYTES = collectives.BUCKET_BYTES, 2000
@@ -144,8 +145,16 @@ def overlap(early: bool) -> dict[str, Any]:
                 launched.append((opt._early.launched, len(opt._early.buckets)))
 
         net[0].weight.register_hook(note)
+        x, y = batch(torch.float64, rank, size)
+
+        def half(i: int) -> Tensor:
+            value = F.cross_entropy(model(x[i::2]), y[i::2]) / 2
+            value.backward()
+            return value
+
+        halves = [partial(half, i) for i in range(2)]
         for _ in range(2):
-            opt.step(closure_of(opt, loss))
+            opt.step(halves if accumulated else closure_of(opt, loss))
         return {**results(net, opt), "launched": launched}
     finally:
         collectives.BUCKET_BYTES = before
@@ -343,6 +352,8 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "different_fd": lambda: different_parameters("finite_difference"),
     "overlap": lambda: overlap(True),
     "overlap_off": lambda: overlap(False),
+    "overlap_accumulated": lambda: overlap(True, accumulated=True),
+    "overlap_accumulated_off": lambda: overlap(False, accumulated=True),
     "grown": grown,
     "uneven": lambda: uneven(),
     "uneven_sync": lambda: uneven(perturb_sync=True),

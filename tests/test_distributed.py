@@ -200,6 +200,12 @@ def test_gradients_travel_while_the_backward_pass_computes_others(two):
     assert_close(found, {"params": two["overlap_off"][0]["params"]})
 
 
+def test_gradients_of_several_micro_batches_travel_during_the_last(two):
+    found = two["overlap_accumulated"][0]
+    assert found["launched"] == [(0, 6), (5, 6)]
+    assert_close(found, {"params": two["overlap_accumulated_off"][0]["params"]})
+
+
 def test_a_closure_with_several_backward_passes_sends_its_gradients_again(two):
     assert_close(two["grown"][0], alone(12, hvp="finite_difference"))
     assert two["grown"][0]["stale"]

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..base import SecondOrder
-from ..closures import Accumulated, ProductSum
+from ..closures import NOTHING, Accumulated, ProductSum
 from ..contexts import CreateGraph, RandomState, frozen_batchnorm
 from ..momentum import MSASSHA
 from ..stats import Stats
@@ -74,13 +74,14 @@ class Replayed(Accumulated):
         super().__init__(opt, parts)
         self.grads, self.products = grads, products
 
-    def __call__(self) -> Tensor | float:
+    def __call__(self, around_last: AbstractContextManager[Any] = NOTHING) -> Tensor | float:
         """See :class:`Accumulated`."""
         grads, _ = self._begun()
         if grads is None:
-            return super().__call__()
+            return super().__call__(around_last)
         self.opt._set_grads(grads)
-        return sum((part() if part.loss is None else part.loss for part in self.closures), start=0.0)
+        known = sum((part.loss for part in self.closures if part.loss is not None), start=0.0)
+        return known + self._passes([part for part in self.closures if part.loss is None], around_last)
 
     def differentiate(self) -> Tensor | float:
         """See :class:`Accumulated`."""
