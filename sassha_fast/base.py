@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -14,14 +16,14 @@ from torch.distributed.algorithms.join import Joinable, _JoinConfig
 
 from . import backends, schedules
 from .accessors import grad, no_grad, requires_grad
-from .checks import check_choice, check_count, check_group, check_number, check_param
+from .checks import check_choice, check_count, check_group, check_number, check_param, parameter_name
 from .closures import Closure, closure_step
 from .collectives import EarlyReduction
 from .contexts import RandomState
 from .hutchinson import FiniteDifferences
 from .plan import Plan
 from .refresh import Curvature
-from .state import check_checkpoint, placed
+from .state import check_checkpoint, check_is_checkpoint, placed
 from .stats import Stats
 from .update import Updating
 from .variant import Variant
@@ -97,19 +99,20 @@ class SecondOrder(Updating, Joinable):
         numbers: Mapping[str, Any] | None = None,
     ) -> None:
         """Checks the arguments; see the class."""
-        schedules.check_schedule("hessian_power_scheduler", hessian_power_scheduler)
-        schedules.check_schedule("rho_scheduler", rho_scheduler)
-        check_count("lazy_hessian", lazy_hessian)
-        check_count("n_samples", n_samples)
-        check_choice("grad_reduce", grad_reduce, ("mean", "sum"))
-        check_choice("hvp", hvp, ("exact", "finite_difference", "central_difference"))
-        check_choice("hvp_point", hvp_point, ("perturbed", "upstream"))
+        name = self._name
+        schedules.check_schedule("hessian_power_scheduler", hessian_power_scheduler, caller=name)
+        schedules.check_schedule("rho_scheduler", rho_scheduler, caller=name)
+        check_count("lazy_hessian", lazy_hessian, caller=name)
+        check_count("n_samples", n_samples, caller=name)
+        check_choice("grad_reduce", grad_reduce, ("mean", "sum"), caller=name)
+        check_choice("hvp", hvp, ("exact", "finite_difference", "central_difference"), caller=name)
+        check_choice("hvp_point", hvp_point, ("perturbed", "upstream"), caller=name)
         if hvp != "exact" and hvp_point == "upstream":
-            raise ValueError(f"SASSHA: hvp={hvp!r} has no hvp_point='upstream', which is about graphs; use 'perturbed'")
+            raise ValueError(f"{name}: hvp={hvp!r} has no hvp_point='upstream', which is about graphs; use 'perturbed'")
         if not isinstance(seed, int) or not 0 <= seed < 2**63:
-            raise ValueError(f"SASSHA: seed is {seed!r}, expected an integer from 0 to 2^63 − 1")
+            raise ValueError(f"{name}: seed is {seed!r}, expected an integer from 0 to 2^63 − 1")
         if max_grad_norm is not None:
-            check_number("max_grad_norm", max_grad_norm)
+            check_number("max_grad_norm", max_grad_norm, caller=name)
         self.variant = variant
         self.hessian_power_scheduler = hessian_power_scheduler
         self.rho_scheduler = rho_scheduler
@@ -181,13 +184,14 @@ class SecondOrder(Updating, Joinable):
                 f"{self._name}.add_param_group: the weights are perturbed; call {self._collector}() first"
             )
         group = dict(param_group)
-        check_group({**self.defaults, **group})
+        check_group({**self.defaults, **group}, caller=self._name)
         params = group.get("params", ())
         group["params"] = (
             [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
         )
         for i, entry in enumerate(group["params"]):
-            check_param(entry[1] if isinstance(entry, tuple) else entry, i)
+            given, param = entry if isinstance(entry, tuple) else (None, entry)
+            check_param(parameter_name(len(self.param_groups), i, given), param, caller=self._name)
         super().add_param_group(group)
         self._plans.clear()
         self._reduced_before = None
@@ -357,12 +361,27 @@ class SecondOrder(Updating, Joinable):
             raise RuntimeError(
                 f"{self._name}.load_state_dict: the weights are perturbed; call {self._collector}() first"
             )
+        given = copy(state_dict)
+        for adapt in self._optimizer_load_state_dict_pre_hooks.values():
+            adapted = adapt(self, given)
+            given = given if adapted is None else adapted
+        check_is_checkpoint(given, caller=self._name)
+        self._load(given)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what is in a checkpoint."""
         apart = self.variant.apart
-        loaded = check_checkpoint(state_dict, self.param_groups, self.lazy_hessian, apart=apart)
-        super().load_state_dict(loaded)
-        for saved, p in zip(chain(*(g["params"] for g in loaded["param_groups"])), self._parameters(), strict=True):
-            if saved in loaded["state"]:
-                self.state[p] = placed(loaded["state"][saved], p, on_device=self.capturable, apart=apart)
+        loaded = check_checkpoint(state_dict, self.param_groups, self.lazy_hessian, apart=apart, caller=self._name)
+        state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        groups = []
+        for saved, group in zip(loaded["param_groups"], self.param_groups, strict=True):
+            for key, p in zip(saved.pop("params"), group["params"], strict=True):
+                if key in loaded["state"]:
+                    state[p] = placed(loaded["state"][key], p, on_device=self.capturable, apart=apart)
+            groups.append({**deepcopy(saved), "params": group["params"]})
+        self.__setstate__({"state": state, "param_groups": groups})
         self._plans.clear()
         self._curvature = self._time = None
 

@@ -9,59 +9,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_choice", "check_count", "check_group", "check_number", "check_param", "check_positive"]
+__all__ = [
+    "check_choice",
+    "check_count",
+    "check_group",
+    "check_number",
+    "check_param",
+    "check_positive",
+    "parameter_name",
+]
 
 
-def check_number(name: str, value: Any, below: float = math.inf) -> None:
+def parameter_name(group: int, index: int, given: str | None) -> str:
+    """How errors call a parameter: by the name that ``named_parameters()`` gave, else by its place."""
+    return f"parameter {index} of group {group}" if given is None else repr(given)
+
+
+def check_number(name: str, value: Any, below: float = math.inf, *, caller: str) -> None:
     """Raises ValueError unless ``value`` is finite, not negative and less than ``below``."""
     number = float(value)
     if not 0.0 <= number < below or not math.isfinite(number):
         limit = "" if below == math.inf else f" below {below:g}"
-        raise ValueError(f"SASSHA: {name} is {value}, expected a finite number from 0{limit}")
+        raise ValueError(f"{caller}: {name} is {value}, expected a finite number from 0{limit}")
 
 
-def check_positive(name: str, value: Any, caller: str = "SASSHA") -> None:
+def check_positive(name: str, value: Any, *, caller: str) -> None:
     """Raises ValueError unless ``value`` is finite and above 0."""
     if not 0.0 < float(value) < math.inf:
         raise ValueError(f"{caller}: {name} is {value!r}, expected a finite number above 0")
 
 
-def check_count(name: str, value: Any, least: int = 1, caller: str = "SASSHA") -> None:
+def check_count(name: str, value: Any, least: int = 1, *, caller: str) -> None:
     """Raises ValueError unless ``value`` is an integer of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{caller}: {name} is {value!r}, expected an integer of at least {least}")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, choices: tuple[str, ...], *, caller: str) -> None:
     """Raises ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise ValueError(f"SASSHA: {name} is {value!r}, expected one of {list(choices)}")
+        raise ValueError(f"{caller}: {name} is {value!r}, expected one of {list(choices)}")
 
 
-def check_group(group: Mapping[str, Any]) -> None:
+def check_group(group: Mapping[str, Any], *, caller: str) -> None:
     """Raises ValueError unless the hyperparameters of a parameter group are good."""
     for name in ("lr", "weight_decay", "rho", "perturb_eps", "eps", "hessian_power"):
         value = group[name]
         if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"SASSHA: {name} is a tensor of shape {tuple(value.shape)}, expected one element")
-        check_number(name, value)
+            raise ValueError(f"{caller}: {name} is a tensor of shape {tuple(value.shape)}, expected one element")
+        check_number(name, value, caller=caller)
     for name in ("clip_update", "hessian_floor", "alpha"):
         if group.get(name) is not None:
-            check_number(name, group[name])
+            check_number(name, group[name], caller=caller)
     if "clip_threshold" in group:
-        check_positive("clip_threshold", group["clip_threshold"])
+        check_positive("clip_threshold", group["clip_threshold"], caller=caller)
     betas = group["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"SASSHA: betas is {betas!r}, expected two numbers")
+        raise ValueError(f"{caller}: betas is {betas!r}, expected two numbers")
     for i, beta in enumerate(betas):
-        check_number(f"betas[{i}]", beta, below=1.0)
+        check_number(f"betas[{i}]", beta, below=1.0, caller=caller)
 
 
-def check_param(param: Any, i: int) -> None:
+def check_param(name: str, param: Any, *, caller: str) -> None:
     """Raises ValueError for a parameter that is sparse, complex or not floating point."""
     if not isinstance(param, Tensor):
         return  # torch's own error names the type
     if param.is_complex() or not param.is_floating_point():
-        raise ValueError(f"SASSHA: parameter {i} is {param.dtype}, expected a real floating-point dtype")
+        raise ValueError(f"{caller}: {name} is {param.dtype}, expected a real floating-point dtype")
     if param.layout != torch.strided:
-        raise ValueError(f"SASSHA: parameter {i} has layout {param.layout}, expected a dense tensor")
+        raise ValueError(f"{caller}: {name} has layout {param.layout}, expected a dense tensor")

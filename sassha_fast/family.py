@@ -34,7 +34,7 @@ class GSASSHA(SASSHA):
 
     def __init__(self, params: Params, *args: Any, alpha: float = 0.1, **options: Any) -> None:
         """Checks the arguments; see the class."""
-        check_number("alpha", alpha)
+        check_number("alpha", alpha, caller=self._name)
         super().__init__(params, *args, **options)
         self.defaults["alpha"] = alpha
         for group in self.param_groups:
@@ -79,7 +79,7 @@ class AdaHessian(Climbing):
         **options: Any,
     ) -> None:
         """Checks the arguments; see the class."""
-        check_number("hessian_power", hessian_power)
+        check_number("hessian_power", hessian_power, caller=self._name)
         super().__init__(
             params,
             replace(ADAHESSIAN, by_filter=bool(spatial_averaging)),

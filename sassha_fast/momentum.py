@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -314,22 +315,23 @@ class MSASSHA(SecondOrder):
         """See ``torch.optim.Optimizer.state_dict``. It has x, so it may be taken whatever the parameters hold."""
         if self.evaluating:
             self._adopt_weights()
-        packed = super().state_dict()
-        plain = {
-            key: {**entry, ASCENT_SCALE: float(entry[ASCENT_SCALE]), ASCENT_DRAW: int(entry[ASCENT_DRAW])}
-            for key, entry in packed["state"].items()
-            if WEIGHT in entry
-        }
-        return {**packed, "state": {**packed["state"], **plain}}
+        self._clock()  # takes over clocks under the authors' key
+        kept, self.state = self.state, defaultdict(dict, {p: _plain(entry) for p, entry in self.state.items()})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = kept
 
-    @no_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this optimizer, or of the authors', and writes x or x + ε into the parameters.
 
         Which of both is what the parameters held when it was taken. A checkpoint of the authors' optimizer has no x:
         the parameters have to hold it, as after their ``move_back_from_momentumAscent``.
         """
-        super().load_state_dict(from_upstream_momentum(state_dict, self.param_groups, self.lazy_hessian))
+        super().load_state_dict(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        super()._load(from_upstream_momentum(state_dict, self.param_groups, self.lazy_hessian))
         params = self._moved_params()
         if self.evaluating:
             for p in params:
@@ -339,6 +341,13 @@ class MSASSHA(SecondOrder):
                 self._moved(plan)
         else:
             self._derive(params)
+
+
+def _plain(entry: dict[str, Any]) -> dict[str, Any]:
+    """State with numbers for what a capturable optimizer keeps on the device."""
+    if WEIGHT not in entry:
+        return entry
+    return {**entry, ASCENT_SCALE: float(entry[ASCENT_SCALE]), ASCENT_DRAW: int(entry[ASCENT_DRAW])}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -117,7 +117,7 @@ class SASSHA(Climbing):
         fused: bool | None = None,
     ) -> None:
         """Checks the arguments; see the class."""
-        check_choice("curvature", curvature, tuple(sample.name.lower() for sample in Sample))
+        check_choice("curvature", curvature, tuple(sample.name.lower() for sample in Sample), caller=self._name)
         axes = {"adaptive": bool(adaptive), "adaptive_bias": bool(adaptive_bias), "sample": Sample[curvature.upper()]}
         super().__init__(
             params,

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .accessors import grad, no_grad, set_grad, version, weights_moved
+from .checks import parameter_name
 from .contexts import CreateGraph
 from .distributed import Reducing
 from .hutchinson import FiniteDifferences, is_rounded, probe_length
@@ -115,7 +116,7 @@ class Refreshing(Reducing):
             given = group.get("param_names")
             for i in range(len(group["params"])):
                 groups.append(g)
-                names.append(repr(given[i]) if given else f"parameter {i} of group {g}")
+                names.append(parameter_name(g, i, given[i] if given else None))
         indices = list(range(len(params)))
         if key is not None:
             params, indices, groups, names = (list(compress(c, key)) for c in (params, indices, groups, names))  # type: ignore[assignment]

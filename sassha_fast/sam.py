@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import schedules
-from .accessors import no_grad
 from .ascent import Climbing
 from .base import Params
 from .checks import check_number
@@ -70,7 +69,7 @@ class SAM(Climbing):
         """Checks the arguments; see the class."""
         if not isinstance(base_optimizer, type) or not issubclass(base_optimizer, Optimizer):
             raise TypeError(f"SAM: base_optimizer is {base_optimizer!r}, expected a class such as torch.optim.SGD")
-        check_number("alpha", alpha)
+        check_number("alpha", alpha, caller=self._name)
         theirs = base_optimizer([torch.zeros(1, requires_grad=True)], **options).defaults
         super().__init__(
             params,
@@ -144,11 +143,11 @@ class SAM(Climbing):
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
-    @no_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of a SAM with the same base optimizer."""
-        if self._ascent is not None:
-            raise RuntimeError("SAM.load_state_dict: the weights are perturbed; call unperturb() first")
+        super().load_state_dict(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         missing = [g for g in state_dict["param_groups"] if "ascents" not in g]
         if missing:
             raise ValueError("SAM.load_state_dict: a parameter group has no 'ascents'; it was not written by SAM")

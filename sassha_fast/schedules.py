@@ -101,12 +101,12 @@ class ProportionalToLR:
         return self.max_value - (self.max_value - self.min_value) * (lr - self.min_lr) / (self.max_lr - self.min_lr)
 
 
-def check_schedule(name: str, schedule: object) -> None:
+def check_schedule(name: str, schedule: object, *, caller: str = "SASSHA") -> None:
     """Raises TypeError unless ``schedule`` is None, a function of the step number or an object with ``step()``."""
     if schedule is None or (not isinstance(schedule, (bool, int, float)) and _kind(schedule) is not None):
         return
     raise TypeError(
-        f"SASSHA: {name} is {schedule!r}, expected None, a function of the step number (sassha_fast.schedules) or an "
+        f"{caller}: {name} is {schedule!r}, expected None, a function of the step number (sassha_fast.schedules) or an "
         "object with step(); the second positional argument of SASSHA is the scheduler: pass lr=, rho= and "
         "hessian_power= by keyword"
     )

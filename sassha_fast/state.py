@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import check_group
+from .checks import check_group, parameter_name
 from .reference import compute_dtype
 from .scalars import integer_power
 
@@ -25,6 +26,7 @@ __all__ = [
     "adopt_clock",
     "check_checkpoint",
     "check_entry",
+    "check_is_checkpoint",
     "from_upstream",
     "from_upstream_momentum",
     "new_state",
@@ -104,8 +106,6 @@ def from_upstream(entry: Mapping[str, Any], group: Mapping[str, Any], lazy_hessi
 
 def from_upstream_momentum(state_dict: Any, param_groups: Sequence[Mapping[str, Any]], lazy_hessian: int) -> Any:
     """A checkpoint of the authors' M-SASSHA in our form, with x from the parameters; any other as it is."""
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        return state_dict
     if not any(UPSTREAM_MOMENTUM in entry for entry in state_dict["state"].values()):
         return state_dict
     state, groups = dict(state_dict["state"]), []
@@ -133,23 +133,32 @@ def from_upstream_momentum(state_dict: Any, param_groups: Sequence[Mapping[str, 
     return {"state": state, "param_groups": groups}
 
 
-def check_entry(entry: Mapping[str, Any], param: Tensor, name: str, *, apart: bool = False) -> None:
+def check_entry(
+    entry: Mapping[str, Any], param: Tensor, name: str, *, apart: bool = False, caller: str = "SASSHA"
+) -> None:
     """Raises ValueError unless ``entry`` is a complete state that fits ``param``."""
     keys = APART_KEYS if apart else KEYS
     missing, unknown = sorted(keys - entry.keys()), sorted(map(str, entry.keys() - keys))
     if missing or unknown:
         raise ValueError(
-            f"load_state_dict: state of {name} lacks {missing} and has {unknown}; expected exactly {sorted(keys)}. "
-            "Load a checkpoint written by this optimizer or by the authors' SASSHA"
+            f"{caller}.load_state_dict: state of {name} lacks {missing} and has {unknown}; expected exactly "
+            f"{sorted(keys)}. Load a checkpoint written by this optimizer or by the authors' SASSHA"
         )
     for key in (EXP_AVG, HESSIAN, WEIGHT) if apart else (EXP_AVG, HESSIAN):
         value = entry[key]
         if not isinstance(value, Tensor) or value.shape != param.shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"load_state_dict: {key!r} of {name} is {found}, expected a tensor of shape {tuple(param.shape)}; "
-                "load it into the model that it was saved from"
+                f"{caller}.load_state_dict: {key!r} of {name} is {found}, expected a tensor of shape "
+                f"{tuple(param.shape)}; load it into the model that it was saved from"
             )
+
+
+def check_is_checkpoint(state_dict: Any, *, caller: str) -> None:
+    """Raises ValueError unless it is what ``torch.optim.Optimizer.state_dict`` gives."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        found = sorted(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
+        raise ValueError(f"{caller}.load_state_dict: found {found}, expected a dict with 'state' and 'param_groups'")
 
 
 def check_checkpoint(
@@ -158,42 +167,43 @@ def check_checkpoint(
     lazy_hessian: int,
     *,
     apart: bool = False,
+    caller: str = "SASSHA",
 ) -> dict[str, Any]:
     """A copy of a checkpoint in our form.
 
     Raises:
         ValueError: If it is not one of ours or of the authors', or does not fit these parameters.
     """
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        found = sorted(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
-        raise ValueError(f"load_state_dict: found {found}, expected a dict with 'state' and 'param_groups'")
     groups = [dict(group) for group in state_dict["param_groups"]]
     sizes, expected = [len(g["params"]) for g in groups], [len(g["params"]) for g in param_groups]
     if sizes != expected:
         raise ValueError(
-            f"load_state_dict: the checkpoint has groups of {sizes} parameters, the optimizer of {expected}; "
+            f"{caller}.load_state_dict: the checkpoint has groups of {sizes} parameters, the optimizer of {expected}; "
             "build the optimizer with the groups that were saved"
         )
     state: dict[Any, dict[str, Any]] = {}
-    for saved, group in zip(groups, param_groups, strict=True):
+    for g, (saved, group) in enumerate(zip(groups, param_groups, strict=True)):
         missing = sorted({"lr", "betas", "weight_decay", "eps", "perturb_eps"} - saved.keys())
         if missing:
             raise ValueError(
-                f"load_state_dict: a parameter group lacks {missing}; it was not written by a SASSHA optimizer"
+                f"{caller}.load_state_dict: a parameter group lacks {missing}; it was not written by a SASSHA optimizer"
             )
         for key, value in group.items():
             saved.setdefault(key, value)
-        check_group(saved)
-        for number, (index, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
+        check_group(saved, caller=f"{caller}.load_state_dict")
+        given = group.get("param_names") or repeat(None)
+        for i, (index, p, name) in enumerate(zip(saved["params"], group["params"], given, strict=False)):
             entry = dict(state_dict["state"].get(index, {}))
             if UPSTREAM_CLOCK in entry:
                 entry = from_upstream(entry, saved, lazy_hessian)
             if entry:
-                check_entry(entry, p, f"parameter {number}", apart=apart)
+                check_entry(entry, p, parameter_name(g, i, name), apart=apart, caller=caller)
                 state[index] = entry
     stray = sorted(set(state_dict["state"]) - {i for g in groups for i in g["params"]}, key=str)
     if stray:
-        raise ValueError(f"load_state_dict: state of {stray} belongs to no parameter; the checkpoint is damaged")
+        raise ValueError(
+            f"{caller}.load_state_dict: state of {stray} belongs to no parameter; the checkpoint is damaged"
+        )
     return {"state": state, "param_groups": groups}
 
 

@@ -200,7 +200,7 @@ class Updating(Refreshing):
 
     def replayed(self, steps: int = 1) -> None:
         """Tells the refresh clock that a CUDA graph of an ordinary step was replayed, which Python can't see."""
-        check_count("steps", steps)
+        check_count("steps", steps, caller=f"{self._name}.replayed")
         if not self.capturable:
             raise RuntimeError(
                 f"{self._name}.replayed: steps are counted on the host; construct {self._name} with capturable=True"
@@ -257,7 +257,7 @@ class Updating(Refreshing):
 
     def _schedule(self, key: str, counter: str, schedule: schedules.Schedule | schedules.Stepping) -> None:
         value = schedules.next_value(schedule, self.param_groups[0][counter])
-        check_number(key, value)
+        check_number(key, value, caller=self._name)
         for group in self.param_groups:
             group[key] = value
             group[counter] += 1

@@ -17,7 +17,7 @@ from training import (
     train,
 )
 
-from sassha_fast import SASSHA
+from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian, SophiaH
 from sassha_fast.passes import check_grads
 
 
@@ -74,9 +74,9 @@ def test_an_unknown_keyword_is_refused():
 @pytest.mark.parametrize(
     ("param", "message"),
     [
-        (torch.ones(2, dtype=torch.complex64), "parameter 0 is torch.complex64"),
-        (torch.ones(2, dtype=torch.int64), "parameter 0 is torch.int64"),
-        (torch.eye(2).to_sparse(), "parameter 0 has layout torch.sparse_coo"),
+        (torch.ones(2, dtype=torch.complex64), "parameter 0 of group 0 is torch.complex64"),
+        (torch.ones(2, dtype=torch.int64), "parameter 0 of group 0 is torch.int64"),
+        (torch.eye(2).to_sparse(), "parameter 0 of group 0 has layout torch.sparse_coo"),
     ],
 )
 def test_parameters_that_are_sparse_or_not_real_are_refused(param, message):
@@ -311,3 +311,14 @@ def test_a_closure_handed_to_the_scaler_is_refused():
         scaler.step(scene.opt, lambda: scene.loss())
     scene.opt.zero_grad()
     scene.check()
+
+
+@pytest.mark.parametrize("method", [SASSHA, GSASSHA, MSASSHA, AdaHessian, SophiaH])
+def test_bad_arguments_are_refused_in_the_name_of_the_method(method):
+    param = torch.nn.Parameter(torch.ones(2))
+    for options in ({"lr": -1.0}, {"n_samples": 0}, {"hvp": "magic"}, {"seed": -1}, {"max_grad_norm": -1.0}):
+        with pytest.raises(ValueError, match=rf"^{method.__name__}: {next(iter(options))} is "):
+            method([param], **options)
+    opt = method([param])
+    with pytest.raises(ValueError, match=rf"^{method.__name__}.load_state_dict: found list, expected a dict"):
+        opt.load_state_dict([])

@@ -104,6 +104,53 @@ def test_named_parameters_are_named_in_errors():
         opt.step()
 
 
+def test_named_parameters_are_named_where_they_are_refused():
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"MSASSHA: 'body\.weight' is torch\.complex64"):
+        MSASSHA([("body.weight", weight)])
+    opt, other = (SASSHA([("body.weight", torch.nn.Parameter(torch.ones(n)))], rho=0.05) for n in (3, 4))
+    for optimizer in (opt, other):
+        optimizer.step(closure_of(optimizer, lambda p=optimizer.param_groups[0]["params"][0]: (p**4).sum()))
+    with pytest.raises(ValueError, match=r"SASSHA.load_state_dict: 'exp_avg' of 'body.weight' is \(4,\), expected"):
+        opt.load_state_dict(other.state_dict())
+
+
+# ---- hooks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", FAMILY)
+def test_hooks_run_around_steps_and_checkpoints(method):
+    net = make_net()
+    opt, seen = FAMILY[method](net.parameters()), []
+    opt.register_step_pre_hook(lambda *_: seen.append("before step"))
+    opt.register_step_post_hook(lambda *_: seen.append("after step"))
+    opt.register_state_dict_pre_hook(lambda _: seen.append("before saving"))
+    opt.register_state_dict_post_hook(lambda _, saved: {"packed": saved, "note": "mine"})
+    steps(net, opt, 2)
+    assert seen == ["before step", "after step"] * 2
+    saved = copy.deepcopy(opt.state_dict())
+    assert seen[4:] == ["before saving"]
+    assert saved["note"] == "mine"
+
+    other_net = make_net()
+    other = FAMILY[method](other_net.parameters())
+    with pytest.raises(ValueError, match=r"load_state_dict: found \['note', 'packed'\], expected a dict with 'state'"):
+        other.load_state_dict(saved)
+    found = []
+    other.register_load_state_dict_pre_hook(lambda _, given: given["packed"])
+    other.register_load_state_dict_post_hook(lambda loaded: found.append(len(loaded.state)))
+    other.load_state_dict(saved)
+    assert found == [len(opt.state)]
+    with torch.no_grad():
+        for p, q in zip(other_net.parameters(), net.parameters(), strict=True):
+            p.copy_(q)
+    if isinstance(other, MSASSHA):
+        other.load_state_dict(saved)  # which writes x + ε
+    steps(net, opt, 3)
+    steps(other_net, other, 3)
+    assert_same_bits(shown(other_net, other), shown(net, opt))
+
+
 # ---- profiler ----------------------------------------------------------------------------------------------------
 
 
