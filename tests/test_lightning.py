@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
 from training import assert_same_bits, assert_same_state, snapshot, state_of
 
@@ -257,6 +258,29 @@ def test_m_sassha_shows_its_true_weights_in_validation_and_checkpoints_and_train
     assert_same_bits(snapshot(module.net), truth)
     copied = copy.deepcopy(module)
     module.state_dict(), copied.state_dict()  # no hook is left that would touch the optimizer
+
+
+@pytest.mark.parametrize("method", ["sassha_exact", "m_sassha_exact"])
+def test_averages_are_those_of_the_true_weights(method):
+    averaged = AveragedModel(make_gpt(), avg_fn=get_ema_avg_fn(0.5))
+    for step in (1, 2, 3):
+        net = make_gpt()
+        with torch.no_grad():
+            for p, x in zip(net.parameters(), plain_loop(method, make_batches(step))[1], strict=True):
+                p.copy_(x)
+        averaged.update_parameters(net)
+    module = GPT(*METHODS[method])
+    averaging = L.callbacks.EMAWeightAveraging(decay=0.5)
+    trainer = fit(module, 3, callbacks=(SasshaCallback, averaging), validate=True)
+    assert_same_bits(snapshot(module.net), snapshot(averaged.module))  # Lightning leaves the average there
+    assert_same_bits(module.validated[0], snapshot(averaged.module))
+    assert_same_state(state_of(optimizer_of(trainer)), state_of(plain_loop(method, make_batches(3))[0]))
+
+
+def test_averages_of_m_sassha_that_come_too_early_are_refused():
+    for averaging in (L.callbacks.EMAWeightAveraging(), L.callbacks.StochasticWeightAveraging(swa_lrs=0.01)):
+        with pytest.raises(ValueError, match=r"pass callbacks=\[SasshaCallback\(\), \w+Averaging"):
+            fit(GPT(*METHODS["m_sassha_exact"]), 1, callbacks=(averaging, SasshaCallback))
 
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")

@@ -8,6 +8,7 @@ from copy import copy
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -33,7 +34,7 @@ class SasshaCallback(Callback):  # type: ignore[misc]
       of its first pass. They are not seen by ``self.log`` and by torchmetrics of the module; the loss that Lightning
       reports is that at x.
     - ``gradient_clip_val`` becomes the optimizer's ``max_grad_norm``, which clips the gradient at x + ε alone.
-    - M-SASSHA's true weights are what is validated, saved and left at the end.
+    - M-SASSHA's true weights are what is validated, saved, averaged and left at the end.
     - Loggers get ``opt.stats`` under ``sassha/``.
 
     With manual optimization the loop is yours, and only the last two remain.
@@ -50,6 +51,7 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         self._handles: list[Any] = []
         self._forward, self._backward = ExitStack(), ExitStack()  # contexts of Lightning's own passes
         self._clip: float | None = None
+        self._averaged = False  # whether another callback takes averages of M-SASSHA's weights after a batch
         self._logged = 0
 
     # ---- the beginning and the end of a fit ---------------------------------------------------------------------
@@ -68,6 +70,7 @@ class SasshaCallback(Callback):  # type: ignore[misc]
             self._take_over_clipping(trainer, self._opts[0])
             self._replay = Replay(self._opts[0])
             self._handles.append(self._opts[0].register_step_pre_hook(self._before_step))
+        self._averaged = _averages(trainer, self) if any(isinstance(opt, MSASSHA) for opt in self._opts) else False
         for opt in self._opts:
             if isinstance(opt, MSASSHA):  # before attach(), whose hook warns of perturbed weights
                 self._handles += TrueWeights(opt, pl_module).handles
@@ -165,6 +168,8 @@ class SasshaCallback(Callback):  # type: ignore[misc]
     ) -> None:
         """Takes down the loss of a micro-batch that no step followed yet; after a step, tells loggers of it."""
         self._forward.close()
+        if self._averaged:
+            self._show_true_weights()
         if self._replay is not None and self._replay.parts:
             self._replay.ran(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
         step = trainer.global_step
@@ -181,8 +186,12 @@ class SasshaCallback(Callback):  # type: ignore[misc]
             if isinstance(opt, MSASSHA):
                 opt.eval()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shows the true weights, until the next training batch."""
+        self._show_true_weights()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Likewise."""
         self._show_true_weights()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -209,6 +218,19 @@ def _check_automatic(trainer: Trainer, pl_module: LightningModule) -> None:
             f"SasshaCallback: training_step of {type(pl_module).__name__} takes dataloader_iter, which gives every "
             "batch once, while a step needs it again at x + ε; let it take batch"
         )
+
+
+def _averages(trainer: Trainer, callback: SasshaCallback) -> bool:
+    """Whether callbacks average weights. Raises if they come first, when the parameters still hold x + ε."""
+    found = [other for other in trainer.callbacks if isinstance(other, (WeightAveraging, StochasticWeightAveraging))]
+    for other in found:
+        if trainer.callbacks.index(other) < trainer.callbacks.index(callback):
+            name = type(other).__name__
+            raise ValueError(
+                f"SasshaCallback: {name} comes before it and would average x + ε of M-SASSHA instead of the true "
+                f"weights; pass callbacks=[SasshaCallback(), {name}(...), ...]"
+            )
+    return bool(found)
 
 
 @contextmanager
