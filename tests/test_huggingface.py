@@ -82,6 +82,15 @@ def test_training_equals_the_plain_loop_bit_for_bit_in_as_many_passes(method, ac
     assert taken.count == passes.count
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.parametrize("method", ["sassha_exact", "m_sassha_exact"])
+@pytest.mark.parametrize("setting", [{"gradient_checkpointing": True}, {"torch_compile_backend": "aot_eager"}], ids=str)
+def test_checkpointed_and_compiled_models_train_alike(method, setting, tmp_path):
+    trainer = trainer_of(method, tmp_path, 3, **setting)
+    trainer.train()
+    assert_same_bits(snapshot(trainer.model), plain_loop(method, make_batches(3), by_tokens=True)[1])
+
+
 def test_all_passes_of_an_exact_refresh_use_the_same_attention(tmp_path):
     """Without dropout ordinary passes take a fused kernel of other last bits, which has no double backward."""
     _, expected = plain_loop("sassha_exact", make_batches(2), 2, by_tokens=True, dropout=0.0)
