@@ -268,6 +268,30 @@ def test_the_mixin_fits_other_trainers(tmp_path):
     assert_same_bits(snapshot(trainer.model), plain_loop("sassha_differences", make_batches(2), by_tokens=True)[1])
 
 
+def test_a_micro_batch_that_failed_is_not_part_of_the_next_step(tmp_path):
+    """As with ``auto_find_batch_size``, which goes on with smaller batches."""
+
+    class Failing(SasshaTrainer):
+        calls = 0
+
+        def compute_loss(self, *args, **kwargs):
+            self.calls += 1
+            if self.calls == 1:
+                raise MemoryError("too large")
+            return super().compute_loss(*args, **kwargs)
+
+        def training_step(self, *args, **kwargs):
+            try:
+                return super().training_step(*args, **kwargs)
+            except MemoryError:
+                return super().training_step(*args, **kwargs)
+
+    trainer = trainer_of("m_sassha_exact", tmp_path, 2, kind=Failing)
+    trainer.train()
+    assert trainer.calls == 3
+    assert_same_bits(snapshot(trainer.model), plain_loop("m_sassha_exact", make_batches(2), by_tokens=True)[1])
+
+
 def test_what_can_not_work_names_the_remedy(tmp_path):
     def refused(message, error, **given):
         settings = given.pop("settings", {})

@@ -61,8 +61,12 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
         replay = self._connected(model)
         run = partial(super().training_step, model, inputs, *args, **kwargs)
         replay.begin(run)
-        with replay.opt._unsynced(), replay.forward_context(), replay.backward_context():
-            loss = run()
+        try:
+            with replay.opt._unsynced(), replay.forward_context(), replay.backward_context():
+                loss = run()
+        except BaseException:  # such as lack of memory, after which auto_find_batch_size tries smaller batches
+            replay.clear()
+            raise
         replay.ran(loss)
         return loss  # type: ignore[no-any-return]
 
