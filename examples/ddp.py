@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.digits import build_model, evaluate, load_splits
-from examples.launch import arguments, resume, save, say, start
+from examples.launch import arguments, resume, save, say, start, stop
 from sassha_fast import SASSHA
 
 BATCH = 64  # of all processes together
@@ -58,7 +58,7 @@ def main() -> None:
         trained = torch.stack(losses).mean()
         say(f"epoch {epoch + 1:3d}: train loss {trained:.4f}, test loss {loss:.4f}, test accuracy {accuracy:.2f} %")
         save(net, opt, args.checkpoints, epoch + 1)
-    dist.destroy_process_group()
+    stop()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from examples.launch import arguments, resume, save, say, start
+from examples.launch import arguments, resume, save, say, start, stop
 from sassha_fast import SASSHA
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
@@ -96,7 +96,7 @@ def main() -> None:
             losses.append(opt.step(closure))
         say(f"epoch {epoch + 1:3d}: train loss {torch.stack(losses).mean():.4f}")
         save(model, opt, args.checkpoints, epoch + 1)
-    dist.destroy_process_group()
+    stop()
 
 
 if __name__ == "__main__":
