@@ -137,10 +137,10 @@ def test_a_folder_with_a_checkpoint_is_not_overwritten(play, tmp_path):
 # ---- stopping and resuming ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["sassha", "m-sassha"])
-def test_ctrl_c_and_resume_give_the_uninterrupted_run(optimizer, tree, tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", [("sassha",), ("m-sassha", "--amp")], ids="".join)
+def test_ctrl_c_and_resume_give_the_uninterrupted_run(method, tree, tmp_path, monkeypatch):
     """Within an epoch, with BatchNorm, varied pictures and, of M-SASSHA, weights that lie apart."""
-    options = ("--optimizer", optimizer, "--amp", "--lazy-hessian", 2, "--stats")
+    options = ("--optimizer", *method, "--lazy-hessian", 2, "--stats")
     image.main(image_args(tree, tmp_path / "whole", *options))
     batches, handler = pictures.batches, signal.getsignal(signal.SIGINT)
 
