@@ -277,6 +277,23 @@ def test_averages_are_those_of_the_true_weights(method):
     assert_same_state(state_of(optimizer_of(trainer)), state_of(plain_loop(method, make_batches(3))[0]))
 
 
+def test_stochastic_weight_averaging_averages_the_true_weights():
+    class Recording(L.Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            with optimizer_of(trainer).true_weights():
+                self.seen.append(snapshot(pl_module.net))
+
+    module, recording = GPT(*METHODS["m_sassha_exact"]), Recording()
+    averaging = L.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, device=None)
+    fit(module, 2, callbacks=(SasshaCallback, averaging, recording), max_epochs=3)
+    assert len(recording.seen) == 3  # Lightning takes the weights that epochs begin with
+    for found, *terms in zip(snapshot(module.net), *recording.seen, strict=True):
+        torch.testing.assert_close(found, sum(terms) / 3)
+
+
 def test_averages_of_m_sassha_that_come_too_early_are_refused():
     for averaging in (L.callbacks.EMAWeightAveraging(), L.callbacks.StochasticWeightAveraging(swa_lrs=0.01)):
         with pytest.raises(ValueError, match=r"pass callbacks=\[SasshaCallback\(\), \w+Averaging"):
