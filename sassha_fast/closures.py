@@ -92,9 +92,11 @@ class Accumulated:
     def differentiate(self) -> Tensor | float:
         """The same with products."""
         self.opt._set_grads({})
-        products = ProductSum(self.opt)
+        return self._differentiated(self.closures, ProductSum(self.opt))
+
+    def _differentiated(self, closures: Sequence[Closure], products: ProductSum) -> Tensor | float:
         total: Tensor | float = 0.0
-        for closure in self.closures:
+        for closure in closures:
             with products.adding():
                 total = total + _detached(closure())
         self.opt._curvature = products.curvature

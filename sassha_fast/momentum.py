@@ -315,7 +315,6 @@ class MSASSHA(SecondOrder):
         """See ``torch.optim.Optimizer.state_dict``. It has x, so it may be taken whatever the parameters hold."""
         if self.evaluating:
             self._adopt_weights()
-        self._clock()  # takes over clocks under the authors' key
         kept, self.state = self.state, defaultdict(dict, {p: _plain(entry) for p, entry in self.state.items()})
         try:
             return super().state_dict()

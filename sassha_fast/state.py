@@ -133,9 +133,7 @@ def from_upstream_momentum(state_dict: Any, param_groups: Sequence[Mapping[str, 
     return {"state": state, "param_groups": groups}
 
 
-def check_entry(
-    entry: Mapping[str, Any], param: Tensor, name: str, *, apart: bool = False, caller: str = "SASSHA"
-) -> None:
+def check_entry(entry: Mapping[str, Any], param: Tensor, name: str, *, apart: bool, caller: str) -> None:
     """Raises ValueError unless ``entry`` is a complete state that fits ``param``."""
     keys = APART_KEYS if apart else KEYS
     missing, unknown = sorted(keys - entry.keys()), sorted(map(str, entry.keys() - keys))
@@ -166,8 +164,8 @@ def check_checkpoint(
     param_groups: Sequence[Mapping[str, Any]],
     lazy_hessian: int,
     *,
-    apart: bool = False,
-    caller: str = "SASSHA",
+    apart: bool,
+    caller: str,
 ) -> dict[str, Any]:
     """A copy of a checkpoint in our form.
 

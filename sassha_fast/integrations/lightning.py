@@ -70,7 +70,7 @@ class SasshaCallback(Callback):  # type: ignore[misc]
             self._take_over_clipping(trainer, self._opts[0])
             self._replay = Replay(self._opts[0])
             self._handles.append(self._opts[0].register_step_pre_hook(self._before_step))
-        self._averaged = _averages(trainer, self) if any(isinstance(opt, MSASSHA) for opt in self._opts) else False
+        self._averaged = any(isinstance(opt, MSASSHA) for opt in self._opts) and _averages(trainer, self)
         for opt in self._opts:
             if isinstance(opt, MSASSHA):  # before attach(), whose hook warns of perturbed weights
                 self._handles += TrueWeights(opt, pl_module).handles

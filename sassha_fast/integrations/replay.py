@@ -80,8 +80,7 @@ class Replayed(Accumulated):
         if grads is None:
             return super().__call__(around_last)
         self.opt._set_grads(grads)
-        known = sum((part.loss for part in self.closures if part.loss is not None), start=0.0)
-        return known + self._passes([part for part in self.closures if part.loss is None], around_last)
+        return self._known + self._passes(self._left, around_last)
 
     def differentiate(self) -> Tensor | float:
         """See :class:`Accumulated`."""
@@ -89,15 +88,17 @@ class Replayed(Accumulated):
         if grads is None or products is None:
             return super().differentiate()
         self.opt._set_grads(grads)
-        total: Tensor | float = 0.0
-        for part in self.closures:
-            if part.loss is not None:
-                total = total + part.loss
-            else:
-                with products.adding():
-                    total = total + part()
-        self.opt._curvature = products.curvature
-        return total
+        return self._known + self._differentiated(self._left, products)
+
+    @property
+    def _known(self) -> Tensor | float:
+        """The losses of the framework's runs."""
+        return sum((part.loss for part in self.closures if part.loss is not None), start=0.0)
+
+    @property
+    def _left(self) -> list[MicroBatch]:
+        """What the framework left to the optimizer."""
+        return [part for part in self.closures if part.loss is None]
 
     def _begun(self) -> tuple[dict[int, Tensor] | None, ProductSum | None]:
         """What the framework's runs gave, once."""
