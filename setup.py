@@ -151,9 +151,7 @@ def write_ninja(build_dir: Path, target: Path) -> Path:
     ninja, csrc = Ninja(), ROOT / "csrc"
     shared = [(csrc / f"{name}.cpp", name) for name in ("ops", "bind")]
     objects = [ninja.compile(source, name) for source, name in shared]
-    objects += [
-        ninja.compile(csrc / "cpu" / f"{name}.cpp", f"cpu_{name}") for name in ("ops", "table", "launch", "isa")
-    ]
+    objects += [ninja.compile(csrc / "cpu" / f"{name}.cpp", f"cpu_{name}") for name in ("ops", "isa")]
     for isa, isa_flags in ISAS.items():
         for kernel in KERNELS:
             more = f"-DSASSHA_ISA={isa} {' '.join(isa_flags)}"

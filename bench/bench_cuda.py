@@ -9,7 +9,7 @@ from kernels import WITH_KERNELS
 from races import COPY, race
 from settings import slug
 
-PASSES = ("momentum_ascent", "gap_sums", "decompose", "apart_step")
+PASSES = ("momentum_ascent", "gap_sums", "decompose", "step_in_state")
 ROUNDS = 50
 pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cuda", reason="needs a GPU and --device cuda")
 

@@ -10,9 +10,10 @@ from shapes import Shapes
 from torch import Tensor
 
 from sassha_fast import backends
-from sassha_fast.passes import Members, Passes
-from sassha_fast.scalars import Request, step_scalars
-from sassha_fast.tables import FLAGS, PRODUCT, TablePasses
+from sassha_fast._core.scalars import Request, step_scalars
+from sassha_fast._passes.layout import FLAGS, GAP_WORDS, GRAD, PRODUCT, TALLY_WORDS
+from sassha_fast._passes.reference import Members, Passes
+from sassha_fast._passes.table import TablePasses
 from sassha_fast.variant import Sample
 
 GROUP = {
@@ -58,6 +59,8 @@ class Tensors:
         self.scalars = [step_scalars(GROUP, 5, 0.5, refresh=False, request=Request())]
         self.scales, self.gap_scales = torch.full((1,), 1e-6), torch.tensor([[0.1, 0.9]])
         self.draw = torch.zeros(1, dtype=torch.int64)
+        self.sums, self.gap = torch.empty(1, dtype=torch.float64), torch.empty(GAP_WORDS, dtype=torch.float64)
+        self.tallies = torch.empty(n, TALLY_WORDS, dtype=torch.float64)
 
     grads = cached_property(lambda self: tensors(self.shapes, 1))
     backups = cached_property(lambda self: tensors(self.shapes, 2))
@@ -100,8 +103,8 @@ class Kernels(Tensors):
         return made
 
     @cached_property
-    def apart(self) -> TablePasses:
-        """Where x lives apart, and two gradients are there to take apart."""
+    def in_state(self) -> TablePasses:
+        """Where x is kept in state, and two gradients are there to take apart."""
         made = self.kind(self.members)
         made.bind_state(self.exp_avgs, self.hessians, self.backups)
         made.bind_grads(self.grads)
@@ -115,20 +118,24 @@ class Kernels(Tensors):
         made.perturb(self.scales, adaptive=False, take_grads=True, seed=0, draw=self.draw)
         return made
 
+    def _step(self, made: TablePasses, tallies: Tensor | None = None, squares: Tensor | None = None) -> None:
+        made.launch("step", self.numbers, 0, 0, None, int(Sample.ABS), False, tallies, squares, made.journal)
+
     def norm(self) -> None:
-        self.climbing.kernel_square_sums(False)
+        self.climbing.launch("square_sums", self.sums, GRAD, False)
 
     def perturb(self) -> None:
-        self.climbing.kernel_perturb(self.scales, False, 0, self.draw)
+        made = self.climbing
+        made.launch("perturb", self.scales, False, 0, self.draw, made.journal)
 
     def restore(self) -> None:
-        self.descending.kernel_restore()
+        self.descending.launch("restore", self.descending.journal)
 
     def step(self) -> None:
-        self.descending.kernel_step(self.numbers, 0, None)
+        self._step(self.descending)
 
     def refresh_step(self) -> None:
-        self.refreshing.kernel_refresh_step(self.numbers, 0, 0, None, Sample.ABS)
+        self._step(self.refreshing, tallies=self.tallies)
 
     def ordinary(self) -> None:
         """What one ordinary step of a closure costs: norm, perturb, step with restore fused in."""
@@ -137,16 +144,16 @@ class Kernels(Tensors):
         self.step()
 
     def momentum_ascent(self) -> None:
-        self.apart.kernel_momentum_ascent(self.scales, False, 0, self.draw)
+        self.in_state.launch("momentum_ascent", self.scales, False, 0, self.draw)
 
     def gap_sums(self) -> None:
-        self.apart.kernel_gap_sums()
+        self.in_state.launch("gap_sums", self.gap)
 
     def decompose(self) -> None:
-        self.apart.kernel_decompose(self.gap_scales)
+        self.in_state.launch("decompose", self.gap_scales)
 
-    def apart_step(self) -> None:
-        self.apart.kernel_apart_step(self.numbers, False, 0, None)
+    def step_in_state(self) -> None:
+        self._step(self.in_state, squares=self.sums)
 
     def rademacher(self) -> None:
         self.climbing.rademacher(range(len(self.shapes)), 0, 0)

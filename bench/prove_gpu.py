@@ -1,6 +1,8 @@
 """``make prove-gpu``: compiles the CUDA kernels for several architectures and writes what their code says.
 
-Needs nvcc and no GPU. ``read_objects`` serves the test that checks what `make build` has compiled.
+Fails where a kernel spills, accesses memory in less than 128 bits, moves more bytes than the algorithm needs, or has
+too few of them in flight. Needs nvcc and no GPU. ``read_objects`` serves the test that checks what `make build` has
+compiled.
 """
 
 from __future__ import annotations
@@ -8,10 +10,11 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-from sass import ROOT, Kernel, occupancy, read, section, table
+from sass import MAX_WARPS, ROOT, WARP, Kernel, occupancy, read, section, table
 from shapes import count, gpt
 
 ARCHS = (80, 90, 100)
@@ -19,20 +22,24 @@ SOURCES = ("norm", "perturb", "gap", "probe", "step")  # csrc/cuda/*.cu with ker
 THREADS = 256  # kThreads in csrc/cuda/multi_tensor.cuh
 ITEM = {"float": 4, "double": 8, "bfloat16": 2, "float16": 2}
 POWERS = ("half", "one", "general")
-# Bytes per float32 parameter that the algorithm can't do without.
+IN_FLIGHT = 40 << 10  # kBytesInFlight there: bytes that threads of a multiprocessor must have asked for
+# What the algorithm can't do without: accesses to numbers of the parameters' dtype, and of the state's.
 FLOOR = {
-    "square_sum": 4,
-    "perturb": 16,
-    "restore": 8,
-    "momentum_ascent": 12,
-    "gap_sums": 8,
-    "decompose": 12,
-    "probe": 8,
-    "step": 24,
-    "refresh_step": 32,
-    "apart_step": 24,
-    "apart_refresh_step": 32,
+    "square_sum": (1, 0),
+    "perturb": (4, 0),
+    "restore": (2, 0),
+    "momentum_ascent": (2, 1),
+    "gap_sums": (2, 0),
+    "decompose": (3, 0),
+    "probe": (2, 0),
+    "rademacher": (1, 0),
+    "step": (3, 3),
+    "refresh_step": (4, 4),
+    "step_in_state": (3, 3),
+    "refresh_step_in_state": (4, 4),
 }
+# Vectors of an operand that a thread takes in one turn of the hot loop, where it is not one: kAhead in csrc/cuda.
+PAIRS = ("square_sum", "restore", "momentum_ascent", "probe")
 # Bandwidth by the vendor's data sheet, GB/s.
 GPUS = {"A100 80 GB SXM": 2039, "H100 SXM": 3350}
 # What moves in one step: names of FLOOR.
@@ -40,8 +47,8 @@ STEPS = {
     "ordinary step, `step(closure)`": ("square_sum", "perturb", "step"),
     "ordinary step, three calls": ("square_sum", "perturb", "restore", "step"),
     "refresh, exact products, three calls": ("square_sum", "perturb", "restore", "refresh_step"),
-    "M-SASSHA, ordinary step": ("apart_step", "momentum_ascent"),
-    "M-SASSHA, refresh": ("apart_refresh_step", "momentum_ascent"),
+    "M-SASSHA, ordinary step": ("step_in_state", "momentum_ascent"),
+    "M-SASSHA, refresh": ("refresh_step_in_state", "momentum_ascent"),
     "G-SASSHA, ordinary step, `step(closure)`": ("square_sum", "perturb", "gap_sums", "decompose", "step"),
 }
 
@@ -53,22 +60,53 @@ def label(kernel: Kernel) -> tuple[str, str, str]:
     types = {"If": "float", "Id": "double", "INS_7Float16E": "float16", "INS_8BFloat16E": "bfloat16"}
     arguments = kernel.name[name.end() :]
     dtype = next((types[code] for code in types if arguments.startswith(code)), "")
-    flag = "Lb1E" in arguments  # of an update whether x lives apart, of the other passes ASAM's scaling
+    flag = "Lb1E" in arguments  # of an update whether x is kept in state, of the other passes ASAM's scaling
     power = re.search(r"PowerE(\d)E", arguments)
     if power:
-        return f"apart_{name[1]}" if flag else name[1], dtype, POWERS[int(power[1])]
+        return f"{name[1]}_in_state" if flag else name[1], dtype, POWERS[int(power[1])]
     return name[1], dtype, "adaptive" if flag else ""
 
 
+def floor(name: str, dtype: str, variant: str = "") -> int:
+    """Bytes per parameter that a pass can't do without."""
+    params, state = FLOOR[name]
+    params += (name, variant) == ("square_sum", "adaptive")  # which reads the parameters as well
+    return params * ITEM[dtype] + state * max(ITEM[dtype], ITEM["float"])
+
+
 def bytes_per_parameter(kernel: Kernel) -> float:
-    """Bytes of global memory in the hot loop for each element; a turn of it takes one vector of parameters."""
-    _, dtype, _ = label(kernel)
-    return kernel.bytes / (16 // ITEM[dtype])
+    """Bytes of global memory in the hot loop for each element."""
+    name, dtype, variant = label(kernel)
+    powers_of_doubles = name in ("step", "step_in_state") and (dtype, variant) == ("double", "general")
+    vectors = 2 if name in PAIRS or powers_of_doubles else 1
+    return kernel.bytes / (vectors * (16 // ITEM[dtype]))
 
 
 def occupancy_of(kernel: Kernel) -> float:
     """Theoretical occupancy with the launchers' block size."""
     return occupancy(kernel.arch, kernel.registers, kernel.shared, THREADS)
+
+
+def bytes_in_flight(kernel: Kernel) -> int:
+    """Bytes that the resident threads of a multiprocessor have asked for when the first of them wait."""
+    return round(occupancy_of(kernel) * MAX_WARPS[kernel.arch] * WARP) * kernel.bytes_ahead
+
+
+def shortcomings(kernel: Kernel) -> list[str]:
+    """What is wrong with a kernel, for a pass bound by memory."""
+    name, dtype, variant = label(kernel)
+    found = []
+    if kernel.spills or kernel.stack:
+        found.append(f"{kernel.spills} accesses to {kernel.stack} bytes of local memory")
+    if dtype:  # the sums over chunks have none
+        if not kernel.widest_only:
+            found.append("accesses of less than 128 bits")
+        moved, least = bytes_per_parameter(kernel), floor(name, dtype, variant)
+        if moved != least:
+            found.append(f"{moved:g} bytes per parameter, expected {least}")
+        if name != "rademacher" and bytes_in_flight(kernel) < IN_FLIGHT:  # which reads nothing
+            found.append(f"{bytes_in_flight(kernel)} bytes in flight, expected {IN_FLIGHT}")
+    return found
 
 
 def read_objects(build: Path, arch: int) -> dict[tuple[str, str, str], Kernel]:
@@ -110,6 +148,7 @@ def kernel_rows(kernels: dict[tuple[str, str, str], Kernel]) -> list[list[object
                 "yes" if kernel.widest_only else "no",
                 f"{bytes_per_parameter(kernel):g}",
                 f"{occupancy_of(kernel):.0%}",
+                f"{bytes_in_flight(kernel) / 1024:.0f} KB" if name != "rademacher" else "writes only",
             ]
         )
     return rows
@@ -119,7 +158,7 @@ def predictions() -> str:
     rows: list[list[object]] = []
     for what, parameters in ((f"{count(gpt()) / 1e6:.0f} M (`bench/shapes.py`)", count(gpt())), ("1,000 M", 10**9)):
         for step, passes in STEPS.items():
-            moved = sum(FLOOR[name] for name in passes)
+            moved = sum(floor(name, "float") for name in passes)
             times = [f"{moved * parameters / speed / 1e3:,.0f} µs" for speed in GPUS.values()]
             rows.append([what, step, moved, *times])
     return table(["float32 parameters", "step", "bytes per parameter", *GPUS], rows)
@@ -127,14 +166,23 @@ def predictions() -> str:
 
 def main() -> None:
     header = ["kernel", "dtype", "registers", "shared", "spills", "128-bit loads / stores", "nothing narrower"]
-    header += ["bytes per parameter", "occupancy"]
-    parts = []
+    header += ["bytes per parameter", "occupancy", "in flight"]
+    parts, wrong = [], []
     with tempfile.TemporaryDirectory() as folder:
         for arch in ARCHS:
-            parts += [f"### sm_{arch}", table(header, kernel_rows(compile_for(arch, Path(folder))))]
-            print(f"prove-gpu: sm_{arch} read", flush=True)
+            kernels = compile_for(arch, Path(folder))
+            parts += [f"### sm_{arch}", table(header, kernel_rows(kernels))]
+            wrong += [
+                f"sm_{arch}: {' '.join(filter(None, name))}: {', '.join(found)}"
+                for name, kernel in kernels.items()
+                if (found := shortcomings(kernel))
+            ]
+            least = min(bytes_in_flight(k) for (name, dtype, _), k in kernels.items() if dtype and name != "rademacher")
+            print(f"prove-gpu: sm_{arch} read, at least {least / 1024:.0f} KB in flight", flush=True)
     section("cuda kernels", "\n\n".join(parts))
     section("cuda predictions", predictions())
+    if wrong:
+        sys.exit("prove-gpu: " + "\nprove-gpu: ".join(wrong))
 
 
 if __name__ == "__main__":

@@ -80,13 +80,13 @@ def _step(
     refresh: bool = False,
     sample: int = math.MAGNITUDE.value,
     at_random: bool = False,
-    apart: bool = False,
+    in_state: bool = False,
     adaptive: bool = False,
     dtypes: Sequence[str] = (),
 ) -> Kernel:
     constants: dict[str, object] = {"POWER": power, "REFRESH": refresh, "SAMPLE": sample, "AT_RANDOM": at_random}
-    constants.update(APART=apart, ADAPTIVE=adaptive)
-    given = {"tallies": refresh, "squares": apart, "noise_draw": at_random}
+    constants.update(IN_STATE=in_state, ADAPTIVE=adaptive)
+    given = {"tallies": refresh, "squares": in_state, "noise_draw": at_random}
     constants.update({tensor: None for tensor, there in given.items() if not there})
     # Reads x, g, m, D and writes x, m; a refresh also reads the product and writes D.
     streams = (4, 4) if refresh else (3, 3)
@@ -112,18 +112,18 @@ KERNELS = (
     _step("step, power 1", math.ONE.value, dtypes=_WIDE),
     _step("step, any power", math.ANY.value, dtypes=_WIDE),
     _step("step, rounded at random", at_random=True, dtypes=_REDUCED),
-    _step("step apart", apart=True),
-    _step("step apart, adaptive", apart=True, adaptive=True, dtypes=_BOTH),
-    _step("step apart, rounded at random", apart=True, at_random=True, dtypes=_REDUCED),
+    _step("step in state", in_state=True),
+    _step("step in state, adaptive", in_state=True, adaptive=True, dtypes=_BOTH),
+    _step("step in state, rounded at random", in_state=True, at_random=True, dtypes=_REDUCED),
     _step("refresh", refresh=True),
     _step("refresh, power 1", math.ONE.value, refresh=True, dtypes=_WIDE),
     _step("refresh, any power", math.ANY.value, refresh=True, dtypes=_WIDE),
     _step("refresh, rounded at random", refresh=True, at_random=True, dtypes=_REDUCED),
     _step("refresh, signed", math.ONE.value, refresh=True, sample=math.SIGNED.value, dtypes=_BOTH),
     _step("refresh, squares", refresh=True, sample=math.SQUARE.value, dtypes=_BOTH),
-    _step("refresh apart", refresh=True, apart=True),
-    _step("refresh apart, adaptive", refresh=True, apart=True, adaptive=True, dtypes=_BOTH),
-    _step("refresh apart, rounded at random", refresh=True, apart=True, at_random=True, dtypes=_REDUCED),
+    _step("refresh in state", refresh=True, in_state=True),
+    _step("refresh in state, adaptive", refresh=True, in_state=True, adaptive=True, dtypes=_BOTH),
+    _step("refresh in state, rounded at random", refresh=True, in_state=True, at_random=True, dtypes=_REDUCED),
 )
 
 

@@ -41,7 +41,13 @@ class Instruction:
     address: int
     predicated: bool
     opcode: str
+    operands: str
     target: int | None
+
+    @property
+    def registers(self) -> list[int]:
+        """Registers that it names, in order; a vector is named by its first."""
+        return [int(number) for number in re.findall(r"\bR(\d+)\b", self.operands)]
 
     @property
     def bytes(self) -> int:
@@ -85,6 +91,20 @@ class Kernel:
         return sum(i.bytes for i in self.hot_loop)
 
     @property
+    def bytes_ahead(self) -> int:
+        """Bytes that a thread asks for in one turn of the hot loop before it uses any of them."""
+        total, waiting = 0, set[int]()
+        for instruction in self.hot_loop:
+            loads = instruction.bytes > 0 and instruction.opcode.startswith("LD")
+            named = instruction.registers
+            if waiting.intersection(named[1:] if loads else named):
+                break
+            if loads:
+                total += instruction.bytes
+                waiting.update(range(named[0], named[0] + -(-instruction.bytes // 4)))
+        return total
+
+    @property
     def widest_only(self) -> bool:
         """Whether all of them go in vectors of 128 bits."""
         return all(i.bytes in (0, 16) for i in self.hot_loop)
@@ -101,12 +121,13 @@ def instructions(text: str) -> tuple[Instruction, ...]:
         # A branch may have its condition among its operands as well: BRA.U UP0, or BRA.DIV for lanes that have parted.
         conditional = found is not None and (re.search(r"\bU?P\d", operands) or opcode == "BRA.DIV")
         predicated = bool(predicate or conditional)
-        out.append(Instruction(int(address, 16), predicated, opcode, int(found[1], 16) if found else None))
+        target = int(found[1], 16) if found else None
+        out.append(Instruction(int(address, 16), predicated, opcode, operands.strip(), target))
     return tuple(out)
 
 
 def natural_loops(code: tuple[Instruction, ...]) -> list[list[Instruction]]:
-    """Loops by their back edges: jumps to a block that every way to them passes through."""
+    """Loops by their back edges: jumps to a block that every way to them passes through, and which comes first."""
     number = {instruction.address: i for i, instruction in enumerate(code)}
     starts = {0}
     for i, instruction in enumerate(code):
@@ -147,7 +168,8 @@ def natural_loops(code: tuple[Instruction, ...]) -> list[list[Instruction]]:
                     if p not in body:
                         body.add(p)
                         todo.append(p)
-            loops.append([i for block in sorted(body) for i in code[order[block] : ends[block]]])
+            turn = sorted(body, key=lambda block, head=head: (block < head, block))  # type: ignore[misc]
+            loops.append([i for block in turn for i in code[order[block] : ends[block]]])
     return loops
 
 

@@ -12,14 +12,6 @@
 namespace sassha {
 namespace {
 
-Row* rows_in(const Tensor& table) { return static_cast<Row*>(table.data_ptr()); }
-
-constexpr int64_t kParamColumn = offsetof(Row, param) / sizeof(int64_t);
-constexpr int64_t kGradColumn = offsetof(Row, grad) / sizeof(int64_t);
-constexpr int64_t kExpAvgColumn = offsetof(Row, exp_avg) / sizeof(int64_t);
-constexpr int64_t kHessianColumn = offsetof(Row, hessian) / sizeof(int64_t);
-constexpr int64_t kLastAddress = offsetof(Row, first) / sizeof(int64_t);
-
 // Owns a list that came in over the boundary.
 struct ListOwner {
   explicit ListOwner(StableListHandle handle) : list(handle) {}
@@ -71,24 +63,23 @@ int64_t mark_owned(Row* rows, const std::vector<int64_t>& storages) {
 // This runs over every gradient of every step, so it takes the list as it crosses the boundary and makes no
 // torch::stable::Tensor of its entries.
 std::tuple<int64_t, int64_t> table_bind(const Tensor& table, int64_t column, StableListHandle tensors, size_t size) {
-  STD_TORCH_CHECK(table.is_contiguous() && table.dim() == 2 && table.size(1) == kRowWords &&
-                      table.scalar_type() == ScalarType::Long && table.size(0) == static_cast<int64_t>(size),
-                  "sassha_table_bind: table must be a contiguous int64 tensor of shape [", size, ", ", kRowWords, "]");
-  STD_TORCH_CHECK(column >= 0 && column <= kLastAddress, "sassha_table_bind: column ", column, " holds no addresses");
-  Row* rows = rows_in(table);
-  std::vector<int64_t> storages(column == kGradColumn ? size : 0);
+  check_tensor("sassha_table_bind", "table", table, ScalarType::Long, {static_cast<int64_t>(size), kRowWords}, nullptr);
+  STD_TORCH_CHECK(column >= 0 && column < kAddresses, "sassha_table_bind: column is ", column,
+                  ", expected one that holds addresses, below ", static_cast<int64_t>(kAddresses));
+  Row* rows = data<Row>(table);
+  std::vector<int64_t> storages(column == kGrad ? size : 0);
   int64_t misfits = 0;
   for (size_t i = 0; i < size; ++i) {
     StableIValue item;
     STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(tensors, i, &item));
     const TensorView t(torch::stable::detail::to<AtenTensorHandle>(item));
     Row& row = rows[i];
-    if (column == kParamColumn) {
+    if (column == kParam) {
       row.dtype = t.dtype();
       row.numel = t.numel();
       row.layout = t.layout();
     }
-    const bool state = column == kExpAvgColumn || column == kHessianColumn;
+    const bool state = column == kExpAvg || column == kHessian;
     const int64_t expected = state && row.dtype != kFloat64 ? static_cast<int64_t>(kFloat32) : row.dtype;
     if (t.dtype() != expected || t.numel() != row.numel || t.layout() != row.layout) {
       ++misfits;
@@ -112,10 +103,11 @@ void boxed_table_bind(StableIValue* stack, uint64_t, uint64_t) {
 
 // The chunks of a table as one int32 tensor (see struct Chunk), and the number of chunks of each dtype.
 std::tuple<Tensor, Tensor> op_table_chunks(Tensor table) {
-  const Chunks found(rows_in(table), table.size(0));
+  check_tensor("sassha_table_chunks", "table", table, ScalarType::Long, {"rows", kRowWords}, nullptr);
+  const Chunks found(data<const Row>(table), table.size(0));
   const int64_t pairs = static_cast<int64_t>(found.chunks.size() + found.spans.size());
   Tensor chunks = new_tensor(table, {pairs, 2}, ScalarType::Int);
-  found.write(static_cast<char*>(chunks.data_ptr()));
+  found.write(data<char>(chunks));
   Tensor counts = new_tensor(table, {kDTypes}, ScalarType::Long);
   std::memcpy(counts.data_ptr(), found.counts, sizeof(found.counts));
   return {chunks, counts};

@@ -1,4 +1,4 @@
-// Checks of tensor lists. Each error names the operator, the list, the index, what is there and what was expected.
+// Checks of arguments. Each error names the operator, the argument, what is there and what was expected.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -31,8 +31,6 @@ inline int64_t dtype_code(ScalarType type) {
   }
 }
 
-inline ScalarType state_type(ScalarType type) { return type == ScalarType::Double ? type : ScalarType::Float; }
-
 inline int64_t item_size(int64_t dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
 
 inline bool is_strided(const Tensor& t) {
@@ -41,55 +39,8 @@ inline bool is_strided(const Tensor& t) {
   return layout == aoti_torch_layout_strided();
 }
 
-// Whether the elements fill a block of memory without gaps or overlap, in whatever order of dimensions.
-inline bool is_dense(const Tensor& t) {
-  if (t.is_contiguous()) return true;
-  const auto sizes = t.sizes();
-  const auto strides = t.strides();
-  std::vector<bool> used(sizes.size(), false);
-  int64_t expected = 1;
-  for (size_t round = 0; round < sizes.size(); ++round) {
-    bool found = false;
-    for (size_t d = 0; d < sizes.size() && !found; ++d) {
-      if (used[d] || (sizes[d] != 1 && strides[d] != expected)) continue;
-      used[d] = found = true;
-      expected *= sizes[d];
-    }
-    if (!found) return false;
-  }
-  return true;
-}
-
-// Whether two dense tensors of one shape hold corresponding elements at corresponding offsets.
-inline bool same_order(const Tensor& a, const Tensor& b) {
-  if (a.is_contiguous() && b.is_contiguous()) return true;
-  const auto sizes = a.sizes();
-  const auto a_strides = a.strides();
-  const auto b_strides = b.strides();
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    if (sizes[d] != 1 && a_strides[d] != b_strides[d]) return false;
-  }
-  return true;
-}
-
-inline bool same_shape(const Tensor& a, const Tensor& b) {
-  const auto left = a.sizes();
-  const auto right = b.sizes();
-  if (left.size() != right.size()) return false;
-  for (size_t d = 0; d < left.size(); ++d) {
-    if (left[d] != right[d]) return false;
-  }
-  return true;
-}
-
-inline std::string shape_of(const Tensor& t) {
-  std::string out = "(";
-  for (const int64_t size : t.sizes()) out += (out.size() > 1 ? ", " : "") + std::to_string(size);
-  return out + ")";
-}
-
 inline void check_size(const char* op, const char* list, size_t size, size_t expected) {
-  STD_TORCH_CHECK(size == expected, op, ": ", list, " has ", size, " entries, expected ", expected, " like params");
+  STD_TORCH_CHECK(size == expected, op, ": ", list, " has ", size, " entries, expected ", expected);
 }
 
 inline bool same_device(const Tensor& a, const Tensor& b) {
@@ -100,25 +51,47 @@ inline std::string device_of(const Tensor& t) {
   return t.is_cpu() ? "the CPU" : (t.is_cuda() ? "cuda:" : "device ") + std::to_string(t.get_device_index());
 }
 
-// `first` is the first tensor of the list, which says what device the operator works on.
-inline void check_param(const char* op, const char* list, size_t i, const Tensor& t, const Tensor& first) {
+// Signs are numbered by logical element, so they need memory in logical order. `first` is the first tensor of the list,
+// which says what device the operator works on.
+inline void check_entry(const char* op, const char* list, size_t i, const Tensor& t, const Tensor& first) {
   STD_TORCH_CHECK(same_device(t, first) && is_strided(t) && dtype_code(t.scalar_type()) >= 0, op, ": ", list, "[", i,
                   "] must be a dense float32, float64, bfloat16 or float16 tensor on ", device_of(first));
-  STD_TORCH_CHECK(is_dense(t), op, ": ", list, "[", i,
-                  "] has gaps or overlaps in memory; pass a contiguous copy and copy the result back");
+  STD_TORCH_CHECK(t.is_contiguous(), op, ": ", list, "[", i,
+                  "] is not contiguous, and signs are numbered by logical element; pass a contiguous copy");
 }
 
-inline void check_like(const char* op, const char* list, size_t i, const Tensor& t, const Tensor& param,
-                       ScalarType expected) {
-  STD_TORCH_CHECK(same_device(t, param) && is_strided(t), op, ": ", list, "[", i, "] must be a dense tensor on ",
-                  device_of(param), " like params[", i, "]");
-  STD_TORCH_CHECK(t.scalar_type() == expected, op, ": ", list, "[", i, "] is ",
-                  torch::headeronly::toString(t.scalar_type()), ", expected ", torch::headeronly::toString(expected),
-                  " beside params[", i, "]");
-  STD_TORCH_CHECK(same_shape(t, param), op, ": ", list, "[", i, "] has shape ", shape_of(t), ", expected ",
-                  shape_of(param), " like params[", i, "]");
-  STD_TORCH_CHECK(same_order(t, param), op, ": ", list, "[", i, "] has other strides than params[", i,
-                  "]; copy it into a tensor made by torch.empty_like(param)");
+// One size of a shape: a number, or a name where any number will do.
+struct Dim {
+  Dim(int64_t size) : size(size) {}
+  Dim(const char* name) : name(name) {}
+  std::string text() const { return name == nullptr ? std::to_string(size) : name; }
+
+  int64_t size = -1;
+  const char* name = nullptr;
+};
+
+inline std::string described(bool contiguous, ScalarType type, const std::string& shape, const std::string& device) {
+  return std::string("a ") + (contiguous ? "contiguous " : "non-contiguous ") + torch::headeronly::toString(type) +
+         " tensor of shape (" + shape + ") on " + device;
+}
+
+// A contiguous tensor of this dtype and shape on the device of `like`, or in host memory where that is null.
+inline void check_tensor(const char* op, const char* name, const Tensor& t, ScalarType type,
+                         std::initializer_list<Dim> shape, const Tensor* like) {
+  const bool contiguous = is_strided(t) && t.is_contiguous();
+  bool fits = contiguous && t.scalar_type() == type && (like == nullptr ? t.is_cpu() : same_device(t, *like)) &&
+              t.dim() == static_cast<int64_t>(shape.size());
+  int64_t d = 0;
+  for (const Dim& dim : shape) {
+    fits = fits && (dim.name != nullptr || t.size(d) == dim.size);
+    ++d;
+  }
+  if (fits) return;
+  std::string found, expected;
+  for (const int64_t size : t.sizes()) found += (found.empty() ? "" : ", ") + std::to_string(size);
+  for (const Dim& dim : shape) expected += (expected.empty() ? "" : ", ") + dim.text();
+  STD_TORCH_CHECK(false, op, ": ", name, " is ", described(contiguous, t.scalar_type(), found, device_of(t)),
+                  ", expected ", described(true, type, expected, like == nullptr ? "the CPU" : device_of(*like)));
 }
 
 // One entry of a list that came in over the boundary, with no more than a table row needs of it.
@@ -176,11 +149,5 @@ class TensorView {
  private:
   AtenTensorHandle handle_;
 };
-
-// Probes are numbered by logical element, so they need memory in logical order.
-inline void check_row_major(const char* op, const char* list, size_t i, const Tensor& t) {
-  STD_TORCH_CHECK(t.is_contiguous(), op, ": ", list, "[", i,
-                  "] is not contiguous, and signs are numbered by logical element; pass a contiguous copy");
-}
 
 }  // namespace sassha

@@ -33,6 +33,8 @@ SASSHA_HD double root(double v) { return sqrt(v); }
 SASSHA_HD float power_of(float v, float e) { return powf(v, e); }
 SASSHA_HD double power_of(double v, double e) { return pow(v, e); }
 
+SASSHA_HD int64_t address_in(const Row& row, int64_t column) { return reinterpret_cast<const int64_t*>(&row)[column]; }
+
 // ---- probe: z in {-1, +1} ------------------------------------------------------------------------------------
 
 // v * z, where z is -1 if the lowest bit of `bit` is set: a sign flip, exact for every v.
@@ -82,23 +84,19 @@ SASSHA_HD C descent(C g2, C g, C alpha, C share) {
 
 // ---- step ----------------------------------------------------------------------------------------------------
 
+// Rounds word by word, so that it knows no field by name.
 template <typename C>
 SASSHA_HD StepScalars<C> rounded(const StepScalars<double>& s) {
-  return {C(s.decay),
-          C(s.beta1),
-          C(s.one_minus_beta1),
-          C(s.beta2),
-          C(s.one_minus_beta2),
-          C(s.bias2),
-          C(s.bias2_kept),
-          C(s.eps),
-          C(s.step_size),
-          C(s.power),
-          C(s.product_scale),
-          C(s.grad_scale),
-          C(s.clip),
-          C(s.skip),
-          C(s.floor)};
+  struct From {
+    double word[kStepScalarWords];
+  };
+  struct To {
+    C word[kStepScalarWords];
+  };
+  const From from = bits_as<From>(s);
+  To to;
+  for (int64_t i = 0; i < kStepScalarWords; ++i) to.word[i] = static_cast<C>(from.word[i]);
+  return bits_as<StepScalars<C>>(to);
 }
 
 // m = beta1 m + (1 - beta1) g, with g clipped and free of any loss scale

@@ -1,10 +1,11 @@
 // Plain structs that cross the language boundary.
 //
 // A Row describes one parameter to a pass: addresses, size and indices, all 64-bit, so that a list of rows is one
-// int64 tensor of shape [n, kRowWords] that Python keeps between steps (sassha_fast/tables.py mirrors the columns).
-// A StepScalars is one row of a float64 tensor of shape [cohorts, kStepScalarWords] (sassha_fast/scalars.py).
+// int64 tensor of shape [n, kRowWords] that Python keeps between steps (sassha_fast/_passes/layout.py mirrors them).
+// A StepScalars is one row of a float64 tensor of shape [cohorts, kStepScalarWords] (sassha_fast/_core/scalars.py).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace sassha {
@@ -22,11 +23,11 @@ enum Flag : int64_t {
 struct Row {
   int64_t param;    // x, or x + eps while perturbed
   int64_t grad;     // gradient of the pass at hand
-  int64_t backup;   // x while param holds x + eps; for good where x lives apart from the parameter
+  int64_t backup;   // x while param holds x + eps, and for good where x is kept in state
   int64_t exp_avg;  // m
   int64_t hessian;  // D
   int64_t product;  // Hz on a refresh, 0 otherwise
-  int64_t first;    // gradient of the first pass, where the descent is taken apart by it
+  int64_t first;    // gradient of the first pass, by which the descent is decomposed
   int64_t numel;
   int64_t layout;  // 0 in logical order, else a hash of sizes and strides
   int64_t dtype;   // DType of param, grad, backup and product; m and D are float32, or float64 beside float64
@@ -36,6 +37,19 @@ struct Row {
   int64_t flags;
 };
 constexpr int64_t kRowWords = sizeof(Row) / sizeof(int64_t);
+
+// The addresses of a row by number.
+enum Column : int64_t { kParam, kGrad, kBackup, kExpAvg, kHessian, kProduct, kFirst, kAddresses };
+static_assert(offsetof(Row, numel) == kAddresses * sizeof(int64_t), "a row begins with its addresses");
+
+// What the passes have done to a table, in host memory whatever the device. An operator writes it last, after its
+// kernels ran or were launched. Ctrl-C may arrive when the operator has returned and Python has not yet noted that it
+// did; then this says where x is, and whether the update was taken.
+struct Journal {
+  int64_t x_in_backup;  // 1 from an ascent on, until x is back in the parameter
+  int64_t updates;      // how many there were
+};
+constexpr int64_t kJournalWords = sizeof(Journal) / sizeof(int64_t);
 
 // A device takes a list of rows in chunks of kChunk elements, one block of threads each, sorted by dtype and then by
 // row. Beside the table lies one int32 tensor of shape [chunks + rows, 2]: the chunks, then the span of every row.
@@ -82,11 +96,12 @@ struct GapSums {
 };
 constexpr int64_t kGapWords = sizeof(GapSums) / sizeof(double);
 
-// How a gradient is taken apart by the one of the first pass: one row of a float32 tensor [groups, 2].
+// How a gradient is decomposed by the one of the first pass: one row of a float32 tensor [groups, 2].
 struct GapScales {
   float alpha;  // 0 leaves the gradient alone
   float share;  // (g * g2) / (g2 * g2): the part of g along g2
 };
+constexpr int64_t kGapScaleWords = sizeof(GapScales) / sizeof(float);
 
 // What a refresh saw in one piece of a tensor.
 struct Tally {

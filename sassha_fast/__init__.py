@@ -1,11 +1,12 @@
 """SASSHA, the sharpness-aware second-order optimizer, on fused multi-tensor kernels."""
 
 from . import backends, schedules
-from .family import GSASSHA, AdaHessian, SophiaH
-from .momentum import MSASSHA
-from .optimizer import SASSHA
+from ._version import __version__
+from .msassha import MSASSHA
 from .preflight import ModelReport, check_model
+from .relatives import GSASSHA, AdaHessian, SophiaH
 from .sam import SAM
+from .sassha import SASSHA
 from .stats import Stats
 
 __all__ = [
@@ -22,5 +23,3 @@ __all__ = [
     "check_model",
     "schedules",
 ]
-
-__version__ = "0.1.0"

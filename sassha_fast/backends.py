@@ -11,9 +11,10 @@ from importlib.util import find_spec
 
 import torch
 
-from . import ops
-from .foreach import ForeachPasses
-from .passes import Passes
+from ._passes import library
+from ._passes.foreach import ForeachPasses
+from ._passes.reference import Passes
+from ._version import __version__
 
 __all__ = ["Backend", "available", "choose", "names", "report", "resolve"]
 
@@ -37,20 +38,20 @@ class Backend:
     home: str = "cpu"
 
 
-def _load_native() -> type[Passes]:
-    from .native import NativePasses
+def _load_cpu() -> type[Passes]:
+    from ._passes.cpu import CpuPasses
 
-    return NativePasses
+    return CpuPasses
 
 
-def _native_why_not(device_type: str) -> str | None:
+def _cpu_why_not(device_type: str) -> str | None:
     if device_type != "cpu":
         return f"its kernels run on the CPU, not on {device_type}"
-    return ops.load()
+    return library.load()
 
 
 def _load_cuda() -> type[Passes]:
-    from .cuda import CudaPasses
+    from ._passes.cuda import CudaPasses
 
     return CudaPasses
 
@@ -58,18 +59,18 @@ def _load_cuda() -> type[Passes]:
 def _cuda_why_not(device_type: str) -> str | None:
     if device_type != "cuda":
         return f"its kernels run on CUDA devices, not on {device_type}"
-    reason = ops.load()
+    reason = library.load()
     if reason is not None:
         return reason
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("sassha_fast::step_", "CUDA"):
-        return f"{ops.LIBRARY.name} was built without CUDA; build it again with SASSHA_CUDA=1 and nvcc"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("sassha_fast::table_step", "CUDA"):
+        return f"{library.LIBRARY.name} was built without CUDA; build it again with SASSHA_CUDA=1 and nvcc"
     if torch.version.hip is not None:
         return "its kernels are built for CUDA, and this torch is for ROCm"
     return None if torch.cuda.is_available() else "torch finds no CUDA device"
 
 
 def _load_triton() -> type[Passes]:
-    from .triton_passes import TritonPasses
+    from ._passes.triton import TritonPasses
 
     return TritonPasses
 
@@ -99,7 +100,7 @@ def _everywhere(device_type: str) -> str | None:
 _REGISTRY = {
     backend.name: backend
     for backend in (
-        Backend("cpu", "C++ kernels, one parallel pass over all tensors", _load_native, _native_why_not),
+        Backend("cpu", "C++ kernels, one parallel pass over all tensors", _load_cpu, _cpu_why_not),
         Backend("cuda", "CUDA kernels, one launch per pass and dtype", _load_cuda, _cuda_why_not, home="cuda"),
         Backend("triton", "Triton kernels, GPUs of NVIDIA and AMD", _load_triton, _triton_why_not, home="cuda"),
         Backend("foreach", "torch._foreach_* operations, any device", lambda: ForeachPasses, _everywhere),
@@ -126,8 +127,8 @@ def resolve(backend: str, *, foreach: bool | None = None, fused: bool | None = N
     Raises:
         ValueError: For an unknown name, or flags that contradict each other or ``backend``.
     """
-    if backend != "auto" and backend not in _REGISTRY:
-        raise ValueError(f"SASSHA: backend is {backend!r}, expected 'auto' or one of {names()}")
+    if backend not in ("auto", "fused", *_REGISTRY):
+        raise ValueError(f"SASSHA: backend is {backend!r}, expected 'auto', 'fused' or one of {names()}")
     if foreach and fused:
         raise ValueError("SASSHA: foreach=True and fused=True exclude each other; set one of them, or backend=")
     asked = backend
@@ -173,8 +174,6 @@ def _suits(name: str, device_type: str) -> bool:
 
 def report() -> str:
     """A table of backends for people: which run here, each on the devices it is for, and why the others do not."""
-    from . import __version__
-
     lines = [f"sassha_fast {__version__}, torch {torch.__version__}, Python {platform.python_version()}"]
     for name, backend in _REGISTRY.items():
         reason = backend.why_not(backend.home)

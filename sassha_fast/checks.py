@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 __all__ = [
     "check_choice",
     "check_count",
-    "check_group",
     "check_number",
     "check_param",
     "check_positive",
@@ -49,25 +47,6 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...], *, caller: str
     """Raises ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{caller}: {name} is {value!r}, expected one of {list(choices)}")
-
-
-def check_group(group: Mapping[str, Any], *, caller: str) -> None:
-    """Raises ValueError unless the hyperparameters of a parameter group are good."""
-    for name in ("lr", "weight_decay", "rho", "perturb_eps", "eps", "hessian_power"):
-        value = group[name]
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"{caller}: {name} is a tensor of shape {tuple(value.shape)}, expected one element")
-        check_number(name, value, caller=caller)
-    for name in ("clip_update", "hessian_floor", "alpha"):
-        if group.get(name) is not None:
-            check_number(name, group[name], caller=caller)
-    if "clip_threshold" in group:
-        check_positive("clip_threshold", group["clip_threshold"], caller=caller)
-    betas = group["betas"]
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"{caller}: betas is {betas!r}, expected two numbers")
-    for i, beta in enumerate(betas):
-        check_number(f"betas[{i}]", beta, below=1.0, caller=caller)
 
 
 def check_param(name: str, param: Any, *, caller: str) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._measure.log_file import COLUMNS, HEADER, columns, complete_lines, parsed, read_log
 from .checks import check_count
-from .log_file import COLUMNS, HEADER, columns, complete_lines, parsed, read_log
 from .stats import Stats
 
 if TYPE_CHECKING:

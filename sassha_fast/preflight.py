@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .contexts import KINKED, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
+from ._core.contexts import KINKED, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
 
 __all__ = ["ModelReport", "check_model"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .capturable import vector
-from .scalars import StepScalars
+from ._passes.constants import vector
+from ._passes.layout import StepScalars
 from .variant import Sample
 
 __all__ = [
@@ -254,7 +254,7 @@ def scalar_tensors(scalars: StepScalars, dtype: torch.dtype, device: torch.devic
     fields = (
         v.to(device, dtype) if isinstance(v, Tensor) else torch.tensor(v, dtype=dtype, device=device) for v in scalars
     )
-    return StepScalars(*fields)  # type: ignore[arg-type]
+    return StepScalars(*fields)
 
 
 def sampled(h: Tensor, sample: Sample) -> Tensor:

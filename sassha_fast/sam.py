@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from . import schedules
-from .ascent import Climbing
-from .base import Params
+from . import backends, schedules
+from ._core.ascent import GradientAscent
+from ._core.descent import Delegated
+from ._core.optimizer import FusedOptimizer, Params
+from ._core.options import HYPERPARAMETERS, Options
 from .checks import check_number
-from .plan import Plan
-from .refresh import Curvature
 from .variant import Variant
 
 __all__ = ["SAM"]
 
 
-class SAM(Climbing):
+class SAM(FusedOptimizer):
     r"""Sharpness-aware minimization (Foret et al., 2021) with a given optimizer for the descent.
 
     ``SAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)``. One step is the three calls of
@@ -46,6 +46,10 @@ class SAM(Climbing):
         **options: Arguments of the base optimizer.
     """
 
+    ascent_part = GradientAscent
+    descent_part = Delegated
+    checked_hyperparameters = ("rho", "perturb_eps", "alpha")  # the base optimizer checks its own
+
     def __init__(
         self,
         params: Params,
@@ -69,92 +73,49 @@ class SAM(Climbing):
         """Checks the arguments; see the class."""
         if not isinstance(base_optimizer, type) or not issubclass(base_optimizer, Optimizer):
             raise TypeError(f"SAM: base_optimizer is {base_optimizer!r}, expected a class such as torch.optim.SGD")
-        check_number("alpha", alpha, caller=self._name)
-        theirs = base_optimizer([torch.zeros(1, requires_grad=True)], **options).defaults
-        super().__init__(
-            params,
+        name = type(self).__name__
+        check_number("alpha", alpha, caller=name)
+        chosen = Options(
+            name,
             Variant(adaptive=bool(adaptive), adaptive_bias=bool(adaptive_bias), gap=True),
-            lr=0.0,
-            betas=(0.0, 0.0),
-            weight_decay=0.0,
-            eps=0.0,
-            hessian_power=1.0,
-            lazy_hessian=1,
-            n_samples=1,
-            rho=rho,
-            perturb_eps=perturb_eps,
             rho_scheduler=rho_scheduler,
             max_grad_norm=max_grad_norm,
             skip_nonfinite=skip_nonfinite,
             grad_reduce=grad_reduce,
             reduce_grads=reduce_grads,
             perturb_sync=perturb_sync,
-            backend=backend,
+            backend=backends.resolve(backend),
             seed=seed,
-            numbers={**theirs, "alpha": alpha, "ascents": 0},
         )
-        self.base_optimizer = base_optimizer(self.param_groups, **options)
-        self._share()
+        theirs = base_optimizer([torch.zeros(1, requires_grad=True)], **options).defaults
+        own = {"rho": rho, "perturb_eps": perturb_eps, "alpha": alpha, "rho_step": 0, "ascents": 0}
+        super().__init__(params, chosen, {**theirs, **own})
+        self._use(base_optimizer(self.param_groups, **options))
 
-    def _share(self) -> None:
-        """Groups and state are those of the base optimizer, so schedulers and checkpoints see one of each."""
-        self.param_groups = self.base_optimizer.param_groups
-        self.state = self.base_optimizer.state
+    def _use(self, base: Optimizer) -> None:
+        """Takes the base optimizer. Groups and state are its own, so schedulers and checkpoints see one of each."""
+        self.base_optimizer = base
+        self._parts.descent = Delegated(base)
+        self.param_groups, self.state = base.param_groups, base.state
 
-    # ---- no curvature -------------------------------------------------------------------------------------------
-
-    @property
-    def _scheduled(self) -> bool:
-        return False
-
-    def _without_curvature(self, plan: Plan) -> list[bool]:
-        """None that should have some."""
-        return [False] * len(plan.params)
-
-    def _clock(self) -> int:
-        return int(self.param_groups[0]["ascents"])
-
-    # ---- descent ------------------------------------------------------------------------------------------------
-
-    def _is_priming(self, grads: list[Tensor]) -> bool:
-        return False
-
-    def _update(
-        self,
-        plan: Plan,
-        curvature: Curvature,
-        *,
-        restore: bool = False,
-        loss_scale: Tensor | None = None,
-        overflow: float | Tensor = 0.0,
-        check_finite: bool = False,
-    ) -> None:
-        """The base optimizer's step from x."""
-        grad_scale, skip = self._descent_limits(plan, loss_scale, overflow, check_finite or self.skip_nonfinite)
-        self._undo_ascent()
-        for group in self.param_groups:
-            group["ascents"] += 1
-        if skip:
-            self.stats.skipped_steps += 1
-            return
-        if isinstance(grad_scale, Tensor) or grad_scale != 1.0:
-            torch._foreach_mul_([p.grad for p in plan.params if p.grad is not None], grad_scale)
-        self.base_optimizer.step()
-
-    # ---- checkpoints --------------------------------------------------------------------------------------------
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a checkpoint of a SAM with the same base optimizer."""
-        super().load_state_dict(state_dict)
-
+    @override
     def _load(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of a SAM with the same base optimizer. Hyperparameters that SAM does not have are left."""
         missing = [g for g in state_dict["param_groups"] if "ascents" not in g]
         if missing:
             raise ValueError("SAM.load_state_dict: a parameter group has no 'ascents'; it was not written by SAM")
-        self.base_optimizer.load_state_dict(state_dict)
-        self._share()
-        self._plans.clear()
+        phantoms = HYPERPARAMETERS.keys() - self.defaults.keys()  # which 0.1.0 wrote, and schedulers took for real
+        saved = [{key: g[key] for key in g if key not in phantoms} for g in state_dict["param_groups"]]
+        self.base_optimizer.load_state_dict({**state_dict, "param_groups": saved})
+        self._take_over(self.base_optimizer.state, self.base_optimizer.param_groups)
+        self._use(self.base_optimizer)
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
-        """See :meth:`SecondOrder.__getstate__`."""
         return {**super().__getstate__(), "base_optimizer": self.base_optimizer}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "base_optimizer" in state:
+            self._use(state["base_optimizer"])

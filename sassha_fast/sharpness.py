@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._measure.spectrum import SpectralDensity, Spectrum
 from .checks import check_count, check_positive
-from .spectrum import SpectralDensity, Spectrum
 
 __all__ = ["Curve", "Sharpness", "SharpnessReport", "SpectralDensity", "Surface"]
 

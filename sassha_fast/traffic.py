@@ -28,8 +28,8 @@ PASSES = {
     "probe": Traffic(("param",), ("param",)),
     "step": Traffic(("backup", "grad", "exp_avg", "hessian"), ("param", "exp_avg")),
     "refresh_step": Traffic(("backup", "grad", "exp_avg", "hessian", "product"), ("param", "exp_avg", "hessian")),
-    "apart_step": Traffic(("backup", "grad", "exp_avg", "hessian"), ("backup", "exp_avg")),
-    "apart_refresh_step": Traffic(
+    "step_in_state": Traffic(("backup", "grad", "exp_avg", "hessian"), ("backup", "exp_avg")),
+    "refresh_step_in_state": Traffic(
         ("backup", "grad", "exp_avg", "hessian", "product"), ("backup", "exp_avg", "hessian")
     ),
     "momentum_ascent": Traffic(("backup", "exp_avg"), ("param",)),
@@ -40,7 +40,7 @@ PASSES = {
 # The passes of an ordinary step from a closure, and of one that refreshes the curvature by exact products.
 METHODS = {
     "SASSHA": (("norm", "perturb", "step"), ("norm", "perturb", "refresh_step")),
-    "M-SASSHA": (("apart_step", "momentum_ascent"), ("apart_refresh_step", "momentum_ascent")),
+    "M-SASSHA": (("step_in_state", "momentum_ascent"), ("refresh_step_in_state", "momentum_ascent")),
     "G-SASSHA": (
         ("norm", "perturb", "gap_sums", "decompose", "step"),
         ("norm", "perturb", "gap_sums", "decompose", "refresh_step"),

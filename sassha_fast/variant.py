@@ -54,8 +54,8 @@ class Variant:
         return self.adaptive and (self.adaptive_bias or dimensions > 1)
 
     @property
-    def apart(self) -> bool:
-        """Whether x is kept apart from the parameter, which holds x + ε from one step to the next."""
+    def x_in_state(self) -> bool:
+        """Whether x is kept in state, and the parameter holds x + ε from one step to the next."""
         return self.ascent is Ascent.MOMENTUM
 
 

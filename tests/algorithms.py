@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sassha_fast import reference
-from sassha_fast.scalars import integer_power
+from sassha_fast._core.scalars import integer_power
 
 Weights = list[Tensor]
 

@@ -10,19 +10,19 @@ import torch
 from sim import SimPasses
 from torch import Tensor
 
-from sassha_fast.cuda import CudaPasses
-from sassha_fast.foreach import ForeachPasses
-from sassha_fast.native import NativePasses
-from sassha_fast.passes import Members, Passes
+from sassha_fast._passes.cpu import CpuPasses
+from sassha_fast._passes.cuda import CudaPasses
+from sassha_fast._passes.foreach import ForeachPasses
+from sassha_fast._passes.reference import Members, Passes, Products, Stepped
+from sassha_fast._passes.triton import TritonPasses
 from sassha_fast.reference import compute_dtype
-from sassha_fast.triton_passes import TritonPasses
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 REDUCED = (torch.bfloat16, torch.float16)
 DEVICE = os.environ.get("SASSHA_TEST_DEVICE", "cpu")  # see conftest.py
 PASSES: dict[str, type[Passes]] = {"reference": Passes, "foreach": ForeachPasses}
 if DEVICE == "cpu":
-    PASSES |= {"native": NativePasses, "cuda_sim": SimPasses, "triton": TritonPasses}
+    PASSES |= {"native": CpuPasses, "cuda_sim": SimPasses, "triton": TritonPasses}
 else:
     PASSES |= {"native": CudaPasses, "triton": TritonPasses}
 
@@ -74,11 +74,6 @@ class Case:
 
     name: str
     specs: tuple[Spec, ...]
-
-    @property
-    def dense(self) -> bool:
-        """Whether the operators on lists take it; others are for the classes of passes."""
-        return all(spec.layout != "gaps" for spec in self.specs)
 
     @property
     def row_major(self) -> bool:
@@ -227,3 +222,103 @@ def members_of(weights: list[Tensor]) -> Members:
     """Describes the weights to a class of passes."""
     n = len(weights)
     return Members(weights, indices_of(n), groups_of(n), N_GROUPS, [f"weight {i}" for i in range(n)])
+
+
+# ---- layouts that kernels do not take -----------------------------------------------------------------------------
+
+
+class MixedPasses:
+    """The parts that a plan makes of such a list, behind the interface of one: kernels, and the reference's way."""
+
+    def __init__(self, kind: type[Passes], members: Members) -> None:
+        taken = [i for i, weight in enumerate(members.weights) if kind.takes(weight)]
+        odd = [i for i, weight in enumerate(members.weights) if not kind.takes(weight)]
+        self.size = len(members.weights)
+        self.parts = [(made(members.take(at)), at) for made, at in ((kind, taken), (Passes, odd)) if at]
+
+    def _each(self, name: str, *lists: Sequence | None, **options: object) -> None:
+        for passes, at in self.parts:
+            getattr(passes, name)(*(None if column is None else [column[i] for i in at] for column in lists), **options)
+
+    def _merged(self, columns: Sequence[Sequence]) -> list:
+        found = {
+            i: value
+            for (_, at), column in zip(self.parts, columns, strict=True)
+            for i, value in zip(at, column, strict=True)
+        }
+        return [found[i] for i in range(self.size)]
+
+    def bind_state(self, *columns: Sequence[Tensor] | None) -> None:
+        self._each("bind_state", *columns)
+
+    def bind_grads(self, grads: Sequence[Tensor], **options: bool) -> None:
+        self._each("bind_grads", grads, **options)
+
+    def bind_firsts(self, firsts: Sequence[Tensor]) -> None:
+        self._each("bind_firsts", firsts)
+
+    def perturb(self, scales: Tensor, *, take_grads: bool | Sequence[bool], **options: object) -> None:
+        for passes, at in self.parts:
+            taken = take_grads if isinstance(take_grads, bool) else [take_grads[i] for i in at]
+            passes.perturb(scales, take_grads=taken, **options)
+
+    def restore(self) -> None:
+        self._each("restore")
+
+    def show_x(self) -> None:
+        self._each("show_x")
+
+    def momentum_ascent(self, scales: Tensor, **options: object) -> None:
+        for passes, _ in self.parts:
+            passes.momentum_ascent(scales, **options)
+
+    def decompose(self, scales: Tensor) -> None:
+        for passes, _ in self.parts:
+            passes.decompose(scales)
+
+    def probe(self, *args: object) -> None:
+        for passes, _ in self.parts:
+            passes.probe(*args)
+
+    def square_sums(self, **options: bool) -> Tensor:
+        return sum(passes.square_sums(**options) for passes, _ in self.parts)
+
+    def gap_sums(self) -> Tensor:
+        return sum(passes.gap_sums() for passes, _ in self.parts)
+
+    def weight_square_sum(self) -> float:
+        return sum(passes.weight_square_sum() for passes, _ in self.parts)
+
+    @property
+    def backups(self) -> list[Tensor]:
+        return self._merged([passes.backups for passes, _ in self.parts])
+
+    def signs_in_registers(self, position: int) -> bool:
+        return next(p.signs_in_registers(at.index(position)) for p, at in self.parts if position in at)
+
+    def rademacher(self, positions: Sequence[int], seed: int, draw: int) -> list[Tensor]:
+        drawn = self._merged([p.rademacher(range(len(at)), seed, draw) for p, at in self.parts])
+        return [drawn[i] for i in positions]
+
+    def step(
+        self, scalars: object, cohorts: Sequence[int], products: Products | None, *args: int, **options: object
+    ) -> Stepped:
+        found = [
+            passes.step(
+                scalars,
+                [cohorts[i] for i in at],
+                None if products is None else products.take(at),
+                *args,
+                **options,
+            )
+            for passes, at in self.parts
+        ]
+        tallies = None if products is None else torch.stack(self._merged([stepped.tallies for stepped in found]))
+        squares = [stepped.square_sums for stepped in found]
+        return Stepped(tallies, None if squares[0] is None else sum(squares))
+
+
+def passes_over(runner: str, members: Members) -> Passes | MixedPasses:
+    """The passes of a runner over a list of any layout."""
+    kind = PASSES[runner]
+    return kind(members) if all(map(kind.takes, members.weights)) else MixedPasses(kind, members)

@@ -33,12 +33,25 @@ MUTANTS = (
     Mutant(
         "no barrier between warps and their sum", "cuda/multi_tensor.cuh", "  __syncthreads();\n  if (thr", "  if (thr"
     ),
-    Mutant("no barrier after the scalars are shared", "cuda/step.cuh", "  }\n  __syncthreads();\n}", "  }\n}"),
     Mutant(
         "no barrier after signs are cleared", "cuda/step.cuh", "      __syncthreads();\n    } else {", "    } else {"
     ),
     # ---- bounds
     Mutant("vectors one too far", "cuda/multi_tensor.cuh", "i < extent.whole;", "i <= extent.whole;"),
+    Mutant("pairs one too far", "cuda/multi_tensor.cuh", "kStride < extent.whole;", "kStride <= extent.whole;"),
+    Mutant("pairs overlap", "cuda/multi_tensor.cuh", "i += kAhead * kStride", "i += kStride"),
+    Mutant(
+        "both of a pair are the first",
+        "cuda/multi_tensor.cuh",
+        "operands[k] = load(Width<kWidth>{}, i + k * kStride)",
+        "operands[k] = load(Width<kWidth>{}, i)",
+    ),
+    Mutant(
+        "both of a pair go where the first does",
+        "cuda/multi_tensor.cuh",
+        "work(Width<kWidth>{}, i + k * kStride, operands[k])",
+        "work(Width<kWidth>{}, i, operands[k])",
+    ),
     Mutant("elements one too far", "cuda/multi_tensor.cuh", "i < extent.size;", "i <= extent.size;"),
     Mutant("elements one too few", "cuda/multi_tensor.cuh", "i < extent.size;", "i < extent.size - 1;"),
     Mutant("vectors without the rest of the division", "cuda/multi_tensor.cuh", "size - size % kWidth", "size"),
@@ -102,7 +115,8 @@ MUTANTS = (
         "w < kThreads / kWarp - 1; ++w",
     ),
     Mutant("squares lose their square", "cuda/multi_tensor.cuh", "add_product(sum, v, v)", "add_product(sum, v, 1.0)"),
-    Mutant("adaptive norm without |x|", "cuda/norm.cuh", "absolute(x[j]) * g[j]", "g[j]"),
+    Mutant("adaptive norm without |x|", "cuda/norm.cuh", "absolute(widen(in.x[j])) * v", "v"),
+    Mutant("squares of the gradient alone", "cuda/norm.cuh", "address_in(piece.row, column)", "piece.row.grad"),
     # ---- random bits
     Mutant("a constant probe", "cuda/multi_tensor.cuh", "words[offset / 32] >> (offset % 32)", "0"),
     Mutant(
@@ -127,16 +141,18 @@ MUTANTS = (
         "const C unfloored = d; (void)bias2;",
     ),
     Mutant("correction of the newest refresh for all", "cuda/step.cuh", "known ? s.bias2 : s.bias2_kept", "s.bias2"),
-    Mutant("products that are not finite count", "cuda/step.cuh", "seen.finite += known ? 1 : 0", "seen.finite += 1"),
+    Mutant(
+        "products that are not finite count", "cuda/step.cuh", "count.finite += finite ? 1 : 0", "count.finite += 1"
+    ),
     Mutant(
         "they reach the curvature",
         "cuda/step.cuh",
-        "d[j] = known ? curvature(d[j], h[j], s) : d[j]",
-        "d[j] = curvature(d[j], h[j], s)",
+        "d[j] = known ? curvature(d[j], sample, s) : d[j]",
+        "d[j] = curvature(d[j], sample, s)",
     ),
-    Mutant("zero products count as negative", "cuda/step.cuh", "known && h[j] < 0", "known && h[j] <= 0"),
+    Mutant("zero products count as negative", "cuda/step.cuh", "finite && h < 0", "finite && h <= 0"),
     Mutant("weights without curvature move", "math.h", "return is_unknown(d) ? x : moved;", "return moved;"),
-    Mutant("a difference without its sign", "cuda/step.cuh", "h[j] - g[j] : h[j]", "g[j] - h[j] : h[j]"),
+    Mutant("a difference without its sign", "cuda/step.cuh", "probed ? raw - g : raw", "probed ? g - raw : raw"),
     Mutant("power one takes the root", "cuda/step.cu", "kernel<T, decltype(p)::value", "kernel<T, Power::kHalf"),
     Mutant(
         "general power forgets one",
@@ -145,63 +161,79 @@ MUTANTS = (
         "if (s.power == C(1)) return denominator<Power::kHalf>",
     ),
     Mutant("no scale still multiplies", "cuda/perturb.cuh", "if (scale == 0) {", "if (false) {"),
-    Mutant("backup of x + eps", "cuda/perturb.cuh", "store_raw(backup + offset, raw);", "store(backup + offset, x);"),
-    Mutant("a skipped step is taken", "cuda/step.cuh", "if (common.scalars.skip != 0) {", "if (false) {"),
-    Mutant("a skipped refresh is taken", "cuda/step.cuh", "if (common.scalars.skip != 0) {", "if (false) {", nth=2),
-    Mutant("momentum is not kept", "cuda/step.cuh", "    store(at<C>(row.exp_avg, common.begin + offset), m);\n", ""),
     Mutant(
-        "curvature is not kept", "cuda/step.cuh", "      store(at<C>(row.hessian, common.begin + offset), d);\n", ""
+        "backup of x + eps",
+        "cuda/perturb.cuh",
+        "store(backup + offset, in.x);",
+        "store(backup + offset, ascended<T, kAdaptive>(in, scale, stream, piece.begin + offset));",
     ),
+    Mutant(
+        "a skipped step is taken",
+        "cuda/step.cuh",
+        "const StepCount count = s.skip != 0",
+        "const StepCount count = false",
+    ),
+    Mutant("a skipped refresh is taken", "cuda/step.cuh", "if (s.skip != 0) {", "if (false) {"),
+    Mutant("momentum is not kept", "cuda/step.cuh", "        store(exp_avg + offset, m);\n", ""),
+    Mutant("curvature is not kept", "cuda/step.cuh", "if constexpr (kRefresh) store(hessian + offset, d);", ""),
+    Mutant("a refresh trusts the product's address", "cuda/step.cuh", "kRefresh ? row.product : 0", "0"),
     # ---- samples and floors
-    Mutant("a sample is always the magnitude", "cuda/step.cuh", "sampled(h[j], args.sample)", "absolute(h[j])"),
+    Mutant("a sample is always the magnitude", "cuda/step.cuh", "sampled(h, args.sample)", "absolute(h)"),
     Mutant("a sampled square is not squared", "math.h", "? h * h", "? absolute(h)"),
     Mutant("a sample of -0 leaves curvature unknown", "math.h", ": h + C(0)", ": h"),
     Mutant(
         "tallies count samples",
         "cuda/step.cuh",
-        "h[j] = times_sign(hz, (signs >> j) & 1u);",
-        "h[j] = sampled(times_sign(hz, (signs >> j) & 1u), args.sample);",
+        "finite && h < 0",
+        "finite && sampled(h, args.sample) < 0",
     ),
     Mutant("negative curvature is unknown", "math.h", "(v) == 0x80000000u", "(v) >= 0x80000000u"),
     Mutant("curvature without a floor", "math.h", "unfloored < s.floor ? s.floor : unfloored", "unfloored"),
-    # ---- apart
-    Mutant("x apart reaches the parameter", "cuda/step.cuh", "kApart ? row.backup : row.param", "row.param"),
-    Mutant("squares apart without |x|", "cuda/step.cuh", "absolute(widen(narrow<T>(x[j]))) * m[j]", "m[j]"),
-    Mutant("squares apart of x before rounding", "cuda/step.cuh", "absolute(widen(narrow<T>(x[j])))", "absolute(x[j])"),
+    # ---- x in state
+    Mutant("x in state reaches the parameter", "cuda/step.cuh", "kInState ? row.backup : row.param", "row.param"),
+    Mutant("squares in state without |x|", "cuda/step.cuh", "absolute(widen(x)) * m", "m"),
     Mutant(
-        "no squares of a skipped update apart",
+        "squares in state of x before rounding",
         "cuda/step.cuh",
-        "      add_squares<T>(squares, m, x, args.adaptive);\n",
+        "add_momentum<T>(count.squares, m[j], narrow<T>(x[j]), args.adaptive)",
+        "add_square(count.squares, args.adaptive ? absolute(x[j]) * m[j] : m[j])",
+    ),
+    Mutant(
+        "no squares of a skipped update in state",
+        "cuda/step.cuh",
+        "count.squares = add_momentum<T>(count.squares, in.m[j], in.x[j], args.adaptive);",
         "",
     ),
     Mutant(
-        "no squares of an update apart",
+        "no squares of an update in state",
         "cuda/step.cuh",
-        "    if constexpr (kApart) add_squares<T>(squares, m, x, args.adaptive);\n",
+        "count.squares = add_momentum<T>(count.squares, m[j], narrow<T>(x[j]), args.adaptive);",
         "",
     ),
     Mutant(
-        "squares apart go on from the last block",
+        "a skipped update in state trusts the momentum's address",
         "cuda/step.cuh",
-        "if constexpr (kApart) squares[threadIdx.x] = 0;",
-        "",
+        "aligned(piece.row.backup, piece.row.exp_avg)",
+        "aligned(piece.row.backup)",
+    ),
+    Mutant("squares in state all in the first group", "cuda/step.cuh", "{sum[0], group}", "{sum[0], group * 0}"),
+    Mutant("squares in state of one dtype over another's", "cuda/step.cu", "squares + first", "squares"),
+    Mutant(
+        "squares in state of a refresh of one dtype over another's", "cuda/step.cu", "squares + first", "squares", nth=2
     ),
     Mutant(
-        "squares apart of a refresh go on from the last block",
-        "cuda/step.cuh",
-        "if constexpr (kApart) squares[threadIdx.x] = 0;",
+        "squares in state are not added up",
+        "cuda/step.cu",
+        "if (args.in_state) finish_sums(rows, squares, sums.squares);",
         "",
-        nth=2,
     ),
-    Mutant("squares apart all in the first group", "cuda/step.cuh", "{sum[0], group}", "{sum[0], group * 0}"),
-    Mutant("squares apart of one dtype over another's", "cuda/step.cu", "squares + first", "squares"),
-    Mutant(
-        "squares apart of a refresh of one dtype over another's", "cuda/step.cu", "squares + first", "squares", nth=2
-    ),
-    Mutant("squares apart are not added up", "cuda/step.cu", "if (squares) finish_sums(rows, *squares, queue);", ""),
     # ---- ascent along the momentum
+    Mutant("ascent without x^2", "cuda/perturb.cuh", "adaptive_ascent(scale, d, x)", "ascent(scale, d)"),
     Mutant(
-        "momentum ascent without x^2", "cuda/perturb.cuh", "adaptive_ascent(scale, m[j], x[j])", "ascent(scale, m[j])"
+        "ascent rounded to nearest",
+        "cuda/perturb.cuh",
+        "round_stochastically<T>(out, stream, element, kAscentNoise);",
+        "(void)stream, (void)element;",
     ),
     Mutant("momentum ascent multiplies by no scale", "cuda/perturb.cuh", "if (scale == 0) {", "if (false) {", nth=2),
     Mutant(
@@ -223,8 +255,8 @@ MUTANTS = (
     Mutant(
         "gap sums of one gradient alone",
         "cuda/gap.cuh",
-        "add_product(sums.dot, g[j], g2[j])",
-        "add_square(sums.dot, g[j])",
+        "add_product(sums.dot, g, g2)",
+        "add_square(sums.dot, g)",
     ),
     Mutant(
         "gap sums trust the first gradient's address",
@@ -286,7 +318,7 @@ def survives(folder: Path) -> bool:
         "-p",
         "no:cacheprovider",
     ]
-    tests = [f"tests/test_{name}.py" for name in ("cuda", "norm", "perturb", "step", "probe", "apart", "gap")]
+    tests = [f"tests/test_{name}.py" for name in ("cuda", "norm", "perturb", "step", "probe", "x_in_state", "gap")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run([*command, *tests], cwd=folder, env=environment, capture_output=True, timeout=600)

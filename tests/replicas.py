@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from training import closure_of, make_net
 
-from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, collectives
+from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA
+from sassha_fast._parallel import collectives
 from sassha_fast.reference import is_unknown
 
 ROWS = 24  # of the joined batch: two, three and four processes share it evenly
@@ -127,6 +127,20 @@ def different_parameters(hvp: str) -> dict[str, Any]:
     return results(net, opt)
 
 
+def watch_early(opt: Any, allowed: bool = True) -> list[collectives.EarlyReduction]:
+    """What travels during the latest pass that sends gradients; with ``allowed`` off, nothing ever does."""
+    reducer, under_way = opt.parts.reducer, []
+    start = reducer.early
+
+    def early() -> collectives.EarlyReduction | None:
+        sent = start() if allowed else None
+        under_way[:] = [] if sent is None else [sent]
+        return sent
+
+    reducer.early = early
+    return under_way
+
+
 def overlap(early: bool, accumulated: bool = False) -> dict[str, Any]:
     """Small buckets, and how many are under way when the gradient of the first layer is there."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -136,13 +150,11 @@ def overlap(early: bool, accumulated: bool = False) -> dict[str, Any]:
         model = DDP(net)
         opt = SASSHA(net.parameters(), **OPTIONS)
         opt.attach(model)
-        if not early:
-            opt._reducing_early = lambda refresh: nullcontext()  # type: ignore[method-assign]
+        under_way = watch_early(opt, allowed=early)
         loss, launched = part_loss(model, torch.float64, rank, size), []
 
         def note(grad: Tensor) -> None:
-            if opt._early is not None:
-                launched.append((opt._early.launched, len(opt._early.buckets)))
+            launched.extend((sent.launched, len(sent.buckets)) for sent in under_way)
 
         net[0].weight.register_hook(note)
         x, y = batch(torch.float64, rank, size)
@@ -168,15 +180,15 @@ def grown() -> dict[str, Any]:
     opt = SASSHA(net.parameters(), **OPTIONS, hvp="finite_difference", perturb_sync=True)
     opt.attach(model)
     x, y = batch(torch.float64, rank, size)
-    stale = []
+    stale, under_way = [], watch_early(opt)
 
     def closure() -> Tensor:
         opt.zero_grad()
         halves = [F.cross_entropy(model(x[i::2]), y[i::2]) / 2 for i in range(2)]
         for half in halves:
             half.backward()
-        if opt._early is not None:
-            stale.extend(opt._early.stale)
+        for sent in under_way:
+            stale.extend(sent.stale)
         return sum(h.detach() for h in halves)
 
     for _ in range(12):

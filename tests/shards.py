@@ -129,10 +129,10 @@ def two_dimensional() -> dict[str, Any]:
 
 def signs_of(opt: SASSHA) -> list[Tensor]:
     """The probes of all parameters, put together from their shards."""
-    params = opt._parameters()
+    params = opt.parts.params.all
     for p in params:
         p.grad = torch.zeros_like(p)
-    plan, _ = opt._gather()
+    plan, _ = opt.parts.params.gather(opt.parts.options)
     parts = plan.rademacher(range(len(params)), 5, 6)
     return [
         DTensor.from_local(z, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()

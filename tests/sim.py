@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sassha_fast.cuda import CudaPasses
+from sassha_fast._passes.cuda import CudaPasses
 
 LIBRARY = Path(__file__).parents[1] / "build" / "native" / "_cuda_sim.so"
 # Ascending, descending, odd ones first, warps backwards, and random ones that change at every barrier.

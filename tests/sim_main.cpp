@@ -9,12 +9,8 @@
 #include "../csrc/rows.h"
 
 using namespace sassha;
-using cuda::AscentArgs;
+using cuda::Cuda;
 using cuda::DeviceRows;
-using cuda::GroupSums;
-using cuda::PartialSum;
-using cuda::StepArgs;
-using cuda::Tallies;
 
 namespace {
 
@@ -42,7 +38,8 @@ class Memory {
   std::vector<std::unique_ptr<char, decltype(&std::free)>> blocks_;
 };
 
-struct Lists {
+// With room for partial results of exactly the size that a pass asks for.
+struct Lists : DeviceRows {
   Lists(const std::vector<int64_t>& sizes, const std::vector<int64_t>& dtypes, int64_t skew) {
     for (size_t i = 0; i < sizes.size(); ++i) {
       const int64_t n = sizes[i], dtype = dtypes[i % dtypes.size()];
@@ -61,56 +58,53 @@ struct Lists {
       row.group = row.cohort = static_cast<int64_t>(i % 2);
       if (i % 4 == 1) row.flags = kSignedProduct;
       if (i % 4 == 2) row.flags = kProbeGradient;
-      rows.push_back(row);
+      list.push_back(row);
     }
-    const Chunks found(rows.data(), static_cast<int64_t>(rows.size()));
-    chunks.resize(found.bytes());
-    found.write(chunks.data());
-    there.rows = rows.data();
-    there.size = static_cast<int64_t>(rows.size());
-    there.chunks = reinterpret_cast<const Chunk*>(chunks.data());
-    for (int64_t d = 0; d < kDTypes; ++d) there.counts[d] = found.counts[d];
+    const Chunks found(list.data(), static_cast<int64_t>(list.size()));
+    bytes.resize(found.bytes());
+    found.write(bytes.data());
+    rows = list.data();
+    size = static_cast<int64_t>(list.size());
+    chunks = reinterpret_cast<const Chunk*>(bytes.data());
+    for (int64_t d = 0; d < kDTypes; ++d) counts[d] = found.counts[d];
+  }
+
+ private:
+  void* scratch(int64_t items, int64_t words) const override {
+    partials.emplace_back(new double[static_cast<size_t>(items * words)]());
+    return partials.back().get();
   }
 
   Memory memory;
-  std::vector<Row> rows;
-  std::vector<char> chunks;
-  DeviceRows there;
+  std::vector<Row> list;
+  std::vector<char> bytes;
+  mutable std::vector<std::unique_ptr<double[]>> partials;
 };
 
 // What the passes add up, in memory of exactly the size that they ask for.
 struct Sums {
-  explicit Sums(const DeviceRows& rows)
-      : square_partials(static_cast<size_t>(rows.n_chunks())),
-        squares(2),
-        tally_partials(square_partials.size()),
-        tallies(static_cast<size_t>(rows.size)),
-        gap_partials(square_partials.size()),
-        gap(1) {}
+  explicit Sums(const DeviceRows& rows) : squares(2), tallies(static_cast<size_t>(rows.size)), gap(1) {}
 
-  GroupSums by_group() { return {square_partials.data(), squares.data(), 2}; }
-  Tallies by_row() { return {tally_partials.data(), tallies.data()}; }
+  GroupSums by_group() { return {squares.data(), 2}; }
 
-  std::vector<PartialSum> square_partials;
   std::vector<double> squares;
-  std::vector<Tally> tally_partials, tallies;
-  std::vector<GapSums> gap_partials, gap;
+  std::vector<Tally> tallies;
+  std::vector<GapSums> gap;
 };
 
-// Every update: ordinary and a refresh, in place and apart.
-void run_updates(const DeviceRows& rows, const StepArgs& args, std::optional<double> power, const cuda::Queue& queue) {
+// Every update: ordinary and a refresh, of parameters and of x in state.
+void run_updates(const DeviceRows& rows, StepArgs args, std::optional<double> power) {
   for (const bool refresh : {true, false}) {
-    for (const bool apart : {false, true}) {
+    for (const bool in_state : {false, true}) {
       Sums sums(rows);
-      cuda::step(rows, args, power, refresh ? std::optional<Tallies>(sums.by_row()) : std::nullopt,
-                 apart ? std::optional<GroupSums>(sums.by_group()) : std::nullopt, queue);
+      args.refresh = refresh;
+      args.in_state = in_state;
+      Cuda::step(rows, args, {sums.tallies.data(), sums.by_group()}, power);
     }
   }
 }
 
-void run(const Lists& lists) {
-  const DeviceRows& rows = lists.there;
-  const cuda::Queue queue;
+void run(const Lists& rows) {
   const std::vector<float> scales = {0.3f, 0.0f};
   const std::vector<GapScales> gap_scales = {{0.3f, -0.2f}, {0.0f, 0.4f}};
   const auto draw = std::make_unique<int64_t>(7);
@@ -119,25 +113,27 @@ void run(const Lists& lists) {
   skipped.skip = 1;
   for (const bool adaptive : {false, true}) {
     Sums sums(rows);
-    cuda::square_sums(rows, adaptive, sums.by_group(), queue);
-    cuda::perturb(rows, adaptive, AscentArgs{scales.data(), 5, draw.get()}, queue);
-    cuda::restore(rows, queue);
-    cuda::momentum_ascent(rows, adaptive, AscentArgs{scales.data(), 5, draw.get()}, queue);
-    cuda::gap_sums(rows, sums.gap_partials.data(), sums.gap.data(), queue);
-    cuda::decompose(rows, gap_scales.data(), queue);
+    const AscentArgs ascent{scales.data(), adaptive, 5, draw.get()};
+    Cuda::square_sums(rows, adaptive ? kGrad : kBackup, adaptive, sums.by_group());
+    Cuda::perturb(rows, ascent);
+    Cuda::restore(rows);
+    Cuda::momentum_ascent(rows, ascent);
+    Cuda::gap_sums(rows, sums.gap.data());
+    Cuda::decompose(rows, gap_scales.data());
   }
-  cuda::probe(rows, 0.1, 3, 4, queue);
+  Cuda::probe(rows, 0.1, 3, 4);
   Sample sample = kMagnitude;
   for (const double power : {0.5, 1.0, 0.7}) {
     usual.power = skipped.power = power;
     const std::optional<double> shared = power == 0.7 ? std::nullopt : std::optional<double>(power);
     for (const bool skip : {false, true}) {
       const std::vector<StepScalars<double>> scalars = {usual, skip ? skipped : usual};
-      run_updates(rows, StepArgs{scalars.data(), 5, 6, skip ? nullptr : draw.get(), sample, skip}, shared, queue);
+      const int64_t* noise = skip ? nullptr : draw.get();
+      run_updates(rows, StepArgs{scalars.data(), 5, 6, noise, sample, false, false, skip}, shared);
     }
     sample = static_cast<Sample>(sample + 1);
   }
-  cuda::rademacher(rows, 3, 4, queue);
+  Cuda::rademacher(rows, 3, 4);
 }
 
 }  // namespace

@@ -59,8 +59,8 @@ def test_module_prints_the_report():
 
 
 def test_a_library_that_was_not_built_is_said_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(backends.ops, "LIBRARY", tmp_path / "_native.so")
-    backends.ops.load.cache_clear()
+    monkeypatch.setattr(backends.library, "LIBRARY", tmp_path / "_native.so")
+    backends.library.load.cache_clear()
     try:
         assert backends.available("cpu") == ["triton", "foreach", "reference"]
         assert backends.choose("auto", torch.device("cpu")).name == "foreach"
@@ -68,8 +68,8 @@ def test_a_library_that_was_not_built_is_said_so(monkeypatch, tmp_path):
             backends.choose("cpu", torch.device("cpu"))
     finally:
         monkeypatch.undo()
-        backends.ops.load.cache_clear()
-        assert backends.ops.load() is None
+        backends.library.load.cache_clear()
+        assert backends.library.load() is None
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,7 @@ def test_a_library_that_was_not_built_is_said_so(monkeypatch, tmp_path):
 def test_torchs_flags_are_aliases(flags, expected):
     assert backends.resolve("auto", **flags) == expected
     assert SASSHA(make_net().parameters(), **flags).backend == expected
+    assert SASSHA(make_net().parameters(), backend=expected).backend == expected
 
 
 def test_schedules_run_from_start_to_end_and_stay_there():

@@ -10,8 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import BACKENDS, assert_same_bits, closure_of, make_loss, make_net, snapshot, three_calls
 
 from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian
-from sassha_fast.capturable import DeviceScalars, constant, device_scalars, vector
-from sassha_fast.scalars import Request, StepScalars, step_scalars
+from sassha_fast._core.device_scalars import device_scalars
+from sassha_fast._core.scalars import Request, step_scalars
+from sassha_fast._passes.constants import constant, vector
+from sassha_fast._passes.layout import DeviceScalars, StepScalars
 
 OPTIONS = {"lr": 0.05, "rho": 0.05, "lazy_hessian": 4, "weight_decay": 0.01}
 CLIPPED = {"max_grad_norm": 0.1, "clip_update": 0.7, "maximize": True}

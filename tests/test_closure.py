@@ -19,7 +19,7 @@ from training import (
 )
 
 from sassha_fast import SASSHA
-from sassha_fast.contexts import CreateGraph, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
+from sassha_fast._core.contexts import CreateGraph, RandomState, RunningStatistics, frozen_batchnorm, refresh_context
 
 OPTIONS = {"lr": 0.02, "rho": 0.05, "weight_decay": 0.01, "lazy_hessian": 4, "n_samples": 2}
 

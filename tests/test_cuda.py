@@ -4,20 +4,19 @@ import subprocess
 from itertools import chain
 
 import pytest
-import test_apart
 import test_gap
+import test_x_in_state
 import torch
 from cases import (
     CASES,
-    N_GROUPS,
     Case,
     Spec,
     assert_same_bits,
     build,
-    groups_of,
     indices_of,
     members_of,
     pair_id,
+    passes_over,
     place,
 )
 from sim import LIBRARY, OPS, ORDERS, SimPasses, thread_order
@@ -30,10 +29,11 @@ from training import assert_same_bits as assert_same_lists
 from training import assert_same_state, make_loss, make_net, snapshot, state_of, three_calls
 
 from sassha_fast import SASSHA, backends
-from sassha_fast.cuda import KEPT, Mirrors
-from sassha_fast.passes import Passes, Product
-from sassha_fast.scalars import StepScalars
-from sassha_fast.tables import ROW_WORDS
+from sassha_fast._passes.cpu import CpuPasses
+from sassha_fast._passes.layout import PROBE_GRADIENT, ROW_WORDS, SIGNED_PRODUCT, StepScalars
+from sassha_fast._passes.reference import Passes, Products
+from sassha_fast._passes.table import common_power
+from sassha_fast._passes.upload import KEPT, Mirrors
 from sassha_fast.variant import Sample
 
 pytestmark = pytest.mark.usefixtures("native_ops")
@@ -104,14 +104,18 @@ def test_updates_apart_and_their_ascent_have_the_same_bits_in_every_order_of_thr
     sums = []
     for order in ORDERS:
         lists = build(case, dtype, nonfinite=True)
-        passes, apart = test_apart.bound("cuda_sim", lists)
-        products = [Product(p, signed=True) for p in lists.products] if mode == "signed" else None
+        passes, in_state = test_x_in_state.bound("cuda_sim", lists)
+        products = Products.signed(lists.products) if mode == "signed" else None
         with thread_order(order):
-            found = passes.step(scalars_for(0.5, mode), cohorts_of(len(apart)), products, SEED, DRAW, adaptive=adaptive)
-            passes.momentum_ascent(test_apart.SCALES, adaptive=adaptive, seed=test_apart.SEED, draw=test_apart.NOISE)
-        x, m, d, *_ = test_apart.expected_case(case, dtype, mode)
-        assert_same_bits([*apart, *lists.exp_avgs, *lists.hessians], [*x, *m, *d])
-        assert_same_bits(lists.weights, test_apart.expected_ascent(x, m, adaptive))
+            found = passes.step(
+                scalars_for(0.5, mode), cohorts_of(len(in_state)), products, SEED, DRAW, adaptive=adaptive
+            )
+            passes.momentum_ascent(
+                test_x_in_state.SCALES, adaptive=adaptive, seed=test_x_in_state.SEED, draw=test_x_in_state.NOISE
+            )
+        x, m, d, *_ = test_x_in_state.expected_case(case, dtype, mode)
+        assert_same_bits([*in_state, *lists.exp_avgs, *lists.hessians], [*x, *m, *d])
+        assert_same_bits(lists.weights, test_x_in_state.expected_ascent(x, m, adaptive))
         sums.append([t for t in found if t is not None])
     for other in sums[1:]:
         assert_same_bits(other, sums[0])
@@ -145,16 +149,16 @@ def test_signs_and_probes_have_the_same_bits_in_every_order_of_threads(case, dty
 # ---- the ways of an update ----------------------------------------------------------------------------------------
 
 
-def step_like_the_reference(case, dtype, scalars, products, apart, noise=None, order=4):
-    """Updates by the simulator and by the reference; compares bits, tallies and, where ``apart``, squares of |x| m."""
+def step_like_the_reference(case, dtype, scalars, products, in_state, noise=None, order=4):
+    """Updates by the simulator and by the reference; compares bits, tallies and, ``in_state``, squares of |x| m."""
     results = []
     for passes_class in (Passes, SimPasses):
         lists = build(case, dtype, nonfinite=True)
         passes = passes_class(members_of(lists.weights))
-        lives = [w.clone() for w in lists.weights] if apart else None
+        lives = [w.clone() for w in lists.weights] if in_state else None
         passes.bind_state(lists.exp_avgs, lists.hessians, lives)
         passes.bind_grads(lists.grads)
-        given, options = None if products is None else products(lists), {"noise_draw": noise, "adaptive": apart}
+        given, options = None if products is None else products(lists), {"noise_draw": noise, "adaptive": in_state}
         with thread_order(order):
             found = passes.step(scalars, cohorts_of(len(lists.weights)), given, SEED, DRAW, **options)
         results.append(([*lists.weights, *lists.exp_avgs, *lists.hessians, *(lives or [])], found))
@@ -162,41 +166,40 @@ def step_like_the_reference(case, dtype, scalars, products, apart, noise=None, o
     assert_same_bits(tensors, expected)
     if products is not None:
         assert_same_bits(found.tallies[:, 1:], expected_found.tallies[:, 1:])
-    if apart:
+    if in_state:
         assert torch.allclose(found.square_sums, expected_found.square_sums, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("order", [0, 1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=pair_id)
-@pytest.mark.parametrize("apart", [False, True])
-def test_gradients_at_a_probe_give_the_reference_s_curvature(apart, dtype, order):
+@pytest.mark.parametrize("in_state", [False, True])
+def test_gradients_at_a_probe_give_the_reference_s_curvature(in_state, dtype, order):
     def probed(lists):
-        return [Product(p, signed=False, probed=True) for p in lists.products]
+        return Products(list(lists.products), [PROBE_GRADIENT] * len(lists.products))
 
-    step_like_the_reference(BY_NAME["chunks"], dtype, scalars_for(0.5, "unsigned"), probed, apart, order=order)
+    step_like_the_reference(BY_NAME["chunks"], dtype, scalars_for(0.5, "unsigned"), probed, in_state, order=order)
 
 
 @pytest.mark.parametrize("order", [0, 1, 4])
-@pytest.mark.parametrize("apart", [False, True])
-def test_rows_of_one_launch_may_differ_in_their_products(apart, order):
+@pytest.mark.parametrize("in_state", [False, True])
+def test_rows_of_one_launch_may_differ_in_their_products(in_state, order):
     def mixed(lists):
-        kinds = (None, {"signed": True}, {"signed": False}, {"signed": False, "probed": True})
-        options = [kinds[i % 4] for i in range(len(lists.products))]
-        return [None if o is None else Product(p, **o) for p, o in zip(lists.products, options, strict=True)]
+        kinds = [(0, SIGNED_PRODUCT, 0, PROBE_GRADIENT)[i % 4] for i in range(len(lists.products))]
+        return Products([None if i % 4 == 0 else p for i, p in enumerate(lists.products)], kinds)
 
     scalars = scalars_for(0.5, "unsigned")
-    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, apart, order=order)
+    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, in_state, order=order)
     scalars[1] = scalars[1]._replace(power=1.0)
-    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, apart, order=order)
+    step_like_the_reference(BY_NAME["sizes"], torch.float32, scalars, mixed, in_state, order=order)
 
 
 @pytest.mark.parametrize("mode", ["ordinary", "signed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=pair_id)
 @pytest.mark.parametrize("case", [BY_NAME["chunks"], BY_NAME["misaligned"]], ids=pair_id)
-@pytest.mark.parametrize("apart", [False, True])
-def test_updates_round_at_random_like_the_reference(apart, case, dtype, mode):
-    products = None if mode == "ordinary" else lambda lists: [Product(p, signed=True) for p in lists.products]
-    step_like_the_reference(case, dtype, scalars_for(0.5, mode), products, apart, noise=torch.tensor([17]))
+@pytest.mark.parametrize("in_state", [False, True])
+def test_updates_round_at_random_like_the_reference(in_state, case, dtype, mode):
+    products = None if mode == "ordinary" else lambda lists: Products.signed(lists.products)
+    step_like_the_reference(case, dtype, scalars_for(0.5, mode), products, in_state, noise=torch.tensor([17]))
 
 
 @pytest.mark.parametrize("mode", ["ordinary", "signed"])
@@ -206,13 +209,13 @@ def test_skipped_cohorts_only_restore(dtype, mode):
     scalars[1] = scalars[1]._replace(skip=1.0)
     lists = build(case, dtype)
     before = build(case, dtype)
-    passes = SimPasses(members_of(lists.weights))
+    passes = passes_over("cuda_sim", members_of(lists.weights))
     passes.bind_state(lists.exp_avgs, lists.hessians)
     passes.bind_grads(lists.grads, overwrite=True)
     passes.perturb(SCALES, adaptive=False, take_grads=False, seed=1, draw=torch.tensor([2]))
     passes.bind_grads(before.grads)
     n = len(lists.weights)
-    products = None if mode == "ordinary" else [Product(p, signed=True) for p in lists.products]
+    products = None if mode == "ordinary" else Products.signed(lists.products)
     tallies = passes.step(scalars, cohorts_of(n), products, 1, 2, restore=True).tallies
     for column in ("weights", "exp_avgs", "hessians"):
         assert_same_bits(getattr(lists, column)[1::2], getattr(before, column)[1::2], column)
@@ -223,99 +226,78 @@ def test_skipped_cohorts_only_restore(dtype, mode):
     assert tallies is None or tallies[1::2].eq(0).all()
 
 
-@pytest.mark.parametrize("odd", ["weights", "apart", "grads", "firsts", "exp_avgs", "hessians", "products"])
+@pytest.mark.parametrize("odd", ["weights", "in_state", "grads", "firsts", "exp_avgs", "hessians", "products"])
 def test_one_operand_at_an_odd_address_is_enough_to_go_without_vectors(odd):
     results = []
     for passes_class in (Passes, SimPasses):
         lists = build(BY_NAME["chunks"], torch.float32)
-        columns = {**lists._asdict(), "apart": [w.clone() for w in lists.weights], "firsts": test_gap.firsts_of(lists)}
+        columns = {
+            **lists._asdict(),
+            "in_state": [w.clone() for w in lists.weights],
+            "firsts": test_gap.firsts_of(lists),
+        }
         columns[odd] = [place(t, "misaligned") for t in columns[odd]]
         passes = passes_class(members_of(columns["weights"]))
-        passes.bind_state(columns["exp_avgs"], columns["hessians"], columns["apart"])
+        passes.bind_state(columns["exp_avgs"], columns["hessians"], columns["in_state"])
         passes.bind_grads(columns["grads"])
         passes.bind_firsts(columns["firsts"])
         sums = passes.gap_sums()
         passes.decompose(test_gap.SCALES)
-        products = [Product(p, signed=True) for p in columns["products"]]
-        found = passes.step(scalars_for(0.5, "signed"), cohorts_of(len(products)), products, SEED, DRAW)
-        passes.momentum_ascent(test_apart.SCALES, adaptive=False, seed=SEED, draw=test_apart.NOISE)
+        products = Products.signed(columns["products"])
+        found = passes.step(scalars_for(0.5, "signed"), cohorts_of(len(products.values)), products, SEED, DRAW)
+        passes.momentum_ascent(test_x_in_state.SCALES, adaptive=False, seed=SEED, draw=test_x_in_state.NOISE)
         results.append(([*chain.from_iterable(columns.values())], [sums, found.square_sums]))
     (expected, expected_sums), (tensors, sums) = results
     assert_same_bits(tensors, expected)
     assert torch.allclose(torch.cat(sums), torch.cat(expected_sums), rtol=1e-12, atol=0)
 
 
-# ---- operators on lists -------------------------------------------------------------------------------------------
+# ---- beside the CPU's kernels -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=pair_id)
-def test_list_operators_equal_the_cpu_kernels_bit_for_bit(dtype):
-    case = BY_NAME["chunks"]
-    results = []
-    for library in (torch.ops.sassha_fast, OPS):
-        lists = build(case, dtype)
+def test_passes_equal_the_cpu_kernels_bit_for_bit(dtype):
+    results, draw = [], torch.tensor([11])
+    for passes_class in (CpuPasses, SimPasses):
+        lists, grads = build(BY_NAME["chunks"], dtype), build(BY_NAME["chunks"], dtype, seed=1).grads
         n = len(lists.weights)
-        backups = [torch.empty_like(w) for w in lists.weights]
-        sums = library.square_sums(lists.grads, [], groups_of(n), N_GROUPS)
-        draw = torch.tensor([11])
-        library.perturb_(lists.weights, lists.grads, backups, SCALES, groups_of(n), indices_of(n), True, 5, draw)
+        passes = passes_class(members_of(lists.weights))
+        passes.bind_state(lists.exp_avgs, lists.hessians)
+        passes.bind_grads(lists.grads, overwrite=True)
+        assert_same_sums(passes.square_sums(adaptive=False), lists)
+        passes.perturb(SCALES, adaptive=True, take_grads=True, seed=5, draw=draw)
         moved = [w.clone() for w in lists.weights]
-        library.restore_(lists.weights, backups)
         for power in (0.5, 1.0):
-            scalars = torch.tensor(scalars_for(power, "unsigned"), dtype=torch.float64)
-            common = (lists.weights, backups, lists.grads, lists.exp_avgs, lists.hessians)
-            library.step_(*common, scalars, cohorts_of(n), indices_of(n), 5, draw)
-            tallies = library.refresh_step_(
-                *common, lists.products, scalars, cohorts_of(n), indices_of(n), False, 5, 6, draw, int(Sample.SQUARE)
+            passes.bind_grads(grads)
+            passes.step(
+                scalars_for(power, "ordinary"), cohorts_of(n), None, 5, 6, restore=power == 0.5, noise_draw=draw
             )
-        results.append([*moved, *lists.weights, *lists.exp_avgs, *lists.hessians, tallies[:, 1:]])
-        assert_same_sums(sums, lists)
+            products = Products(list(lists.products), [0] * len(lists.products))
+            passes.bind_grads(grads)
+            options = {"noise_draw": draw, "sample": Sample.SQUARE}
+            found = passes.step(scalars_for(power, "unsigned"), cohorts_of(n), products, 5, 6, **options)
+        results.append([*moved, *lists.weights, *lists.exp_avgs, *lists.hessians, found.tallies[:, 1:]])
     assert_same_bits(results[1], results[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=pair_id)
-def test_list_operators_of_the_family_equal_the_cpu_kernels_bit_for_bit(dtype):
+def test_passes_of_the_family_equal_the_cpu_kernels_bit_for_bit(dtype):
     results = []
-    for library in (torch.ops.sassha_fast, OPS):
+    for runner in ("native", "cuda_sim"):
         lists = build(BY_NAME["chunks"], dtype)
-        n, firsts = len(lists.weights), test_gap.firsts_of(lists)
-        out = [torch.empty_like(w) for w in lists.weights]
-        common = (test_apart.SCALES, groups_of(n), indices_of(n), True, SEED, test_apart.NOISE)
-        library.momentum_ascent_(out, lists.weights, lists.exp_avgs, *common)
-        sums = library.gap_sums(lists.grads, firsts)
+        passes, _ = test_x_in_state.bound(runner, lists)
+        passes.momentum_ascent(test_x_in_state.SCALES, adaptive=True, seed=SEED, draw=test_x_in_state.NOISE)
+        passes.bind_firsts(test_gap.firsts_of(lists))
+        sums = passes.gap_sums()
         assert torch.allclose(sums, test_gap.expected_case(BY_NAME["chunks"], dtype)[0], rtol=1e-12, atol=0)
-        library.decompose_(lists.grads, firsts, test_gap.SCALES, groups_of(n))
-        results.append([*out, *lists.grads])
+        passes.decompose(test_gap.SCALES)
+        results.append([*lists.weights, *lists.grads])
     assert_same_bits(results[1], results[0])
 
 
 def assert_same_sums(sums, lists):
     expected = expected_sums(lists.weights, lists.grads, False)
     assert torch.allclose(sums, expected, rtol=1e-12, atol=0)
-
-
-def test_tables_without_chunks_are_refused():
-    table = torch.zeros(1, ROW_WORDS, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match="a table on a device needs its chunks"):
-        OPS.table_restore(table)
-    with pytest.raises(RuntimeError, match=r"chunks must be a contiguous int32 tensor of shape \[3, 2\]"):
-        OPS.table_restore(table, torch.zeros(1, 2, dtype=torch.int32), [2, 0, 0, 0])
-
-
-def test_scales_and_scalars_of_another_kind_are_refused():
-    table, chunks = torch.zeros(1, ROW_WORDS, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int32)
-    rest = (chunks, [0, 0, 0, 0])
-    with pytest.raises(RuntimeError, match=r"decompose: scales must be .* of shape \[groups, 2\]"):
-        OPS.table_decompose(table, torch.zeros(2), *rest)
-    with pytest.raises(RuntimeError, match="momentum_ascent: scales must be a contiguous float32 tensor"):
-        OPS.table_momentum_ascent(table, torch.zeros(2, dtype=torch.float64), False, 1, test_apart.NOISE, *rest)
-    with pytest.raises(RuntimeError, match="momentum_ascent: a draw must be one int64"):
-        OPS.table_momentum_ascent(table, torch.zeros(2), False, 1, torch.zeros(1), *rest)
-    scalars = torch.zeros(1, len(StepScalars._fields) - 1, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="apart_step: scalars must be a contiguous float64 tensor"):
-        OPS.table_apart_step(table, scalars, 1, False, 1, None, None, *rest)
-    with pytest.raises(RuntimeError, match="apart_refresh_step: scalars must be a contiguous float64 tensor"):
-        OPS.table_apart_refresh_step(table, scalars, 1, False, 1, 1, None, 0, None, *rest)
 
 
 # ---- the optimizer ------------------------------------------------------------------------------------------------
@@ -360,7 +342,7 @@ def test_groups_clipping_and_powers_equal_the_reference_bit_for_bit(capturable, 
 
 def passes_of(case, dtype=torch.float32):
     lists = build(case, dtype)
-    passes = SimPasses(members_of(lists.weights))
+    passes = passes_over("cuda_sim", members_of(lists.weights))
     passes.bind_state(lists.exp_avgs, lists.hessians)
     return lists, passes
 
@@ -378,10 +360,10 @@ def test_an_ordinary_step_of_300_tensors_takes_four_launches():
 
 def test_a_step_apart_of_300_tensors_takes_three_launches():
     lists = build(Case("three hundred", tuple(Spec((37 * i % 271,)) for i in range(300))), torch.float32)
-    passes, _ = test_apart.bound("cuda_sim", lists)
+    passes, _ = test_x_in_state.bound("cuda_sim", lists)
     before = OPS.launches()
     passes.step(scalars_for(0.5, "ordinary"), cohorts_of(300), None, 1, 2)
-    passes.momentum_ascent(test_apart.SCALES, adaptive=False, seed=1, draw=test_apart.NOISE)
+    passes.momentum_ascent(test_x_in_state.SCALES, adaptive=False, seed=1, draw=test_x_in_state.NOISE)
     assert OPS.launches() - before == 3
 
 
@@ -427,12 +409,12 @@ def test_mirrors_hold_what_they_were_asked_for_and_frozen_ones_keep_it():
     mirrors = Mirrors(torch.device("cpu"))
     tables = [torch.full((2, ROW_WORDS), i) for i in range(KEPT + 3)]
     frozen = mirrors.find(tables[0])
-    mirrors.kept[0].frozen = True
+    mirrors.freeze(frozen)
     for table in tables + tables[::-1]:
         assert torch.equal(mirrors.find(table), table)
     assert torch.equal(frozen, tables[0])
     assert mirrors.find(tables[0]) is frozen
-    assert len(mirrors.kept) == KEPT + 1
+    assert len(mirrors) == KEPT + 1
 
 
 def test_scalars_that_are_tensors_reach_the_table():
@@ -441,9 +423,8 @@ def test_scalars_that_are_tensors_reach_the_table():
     mixed = [row._replace(grad_scale=torch.tensor(float(7 + i))) for i, row in enumerate(rows)]
     expected = torch.tensor([row._replace(grad_scale=7.0 + i) for i, row in enumerate(rows)], dtype=torch.float64)
     assert_same_bits(passes.scalar_table(mixed), expected)
-    assert passes.power is None
-    passes.scalar_table([row._replace(power=0.5) for row in rows])
-    assert passes.power == 0.5
+    assert common_power(rows) is None
+    assert common_power([row._replace(power=0.5) for row in rows]) == 0.5
 
 
 def test_sanitizers_find_nothing():

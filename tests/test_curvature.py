@@ -6,8 +6,9 @@ from tolerances import SIGMAS
 from torch.func import functional_call, hessian
 from training import BACKENDS, assert_same_bits, make_loss, make_net, same_bits, snapshot, three_calls
 
-from sassha_fast import SASSHA, ops, reference
-from sassha_fast.scalars import integer_power
+from sassha_fast import SASSHA, reference
+from sassha_fast._core.scalars import integer_power
+from sassha_fast._passes import library
 
 NAN, INF = float("nan"), float("inf")
 
@@ -177,7 +178,7 @@ def test_mean_of_z_hz_over_4000_draws_is_the_hessian_diagonal():
 
     matrix = hessian(loss)(torch.cat([p.detach().flatten() for p in params]))
     draws = 4000
-    ops.load()
+    library.load()
     probes = torch.empty(draws, sum(sizes), dtype=torch.float64)
     for draw in range(draws):
         views = list(probes[draw].split(sizes))
@@ -194,12 +195,13 @@ def test_n_samples_averages_the_probes():
     net = make_net(torch.float64)
     opt = SASSHA(net.parameters(), lr=1e-3, n_samples=2, betas=(0.9, 0.0))
     make_loss(net, torch.float64)().backward(create_graph=True)
-    plan, grads = opt._gather()
+    params = list(net.parameters())
+    grads = [p.grad for p in params]
     signed = []
     for draw in (0, 1):
-        z = [reference.rademacher(p, i, 0, draw) for i, p in enumerate(plan.params)]
-        hz = torch.autograd.grad(grads, plan.params, z, retain_graph=True)
+        z = [reference.rademacher(p, i, 0, draw) for i, p in enumerate(params)]
+        hz = torch.autograd.grad(grads, params, z, retain_graph=True)
         signed.append([h * s for h, s in zip(hz, z, strict=True)])
     opt.step()
-    for p, first, second in zip(plan.params, *signed, strict=True):
+    for p, first, second in zip(params, *signed, strict=True):
         assert same_bits(opt.state[p]["exp_hessian_diag"], ((first + second) / 2).abs())

@@ -8,7 +8,7 @@ from tolerances import DIFFERENCES_FACTOR, PROCESSES_RTOL
 from training import assert_same_bits, assert_same_state, closure_of, make_batch, make_net
 
 from sassha_fast import GSASSHA, MSASSHA, SASSHA, reference
-from sassha_fast.distributed import is_parallel
+from sassha_fast._parallel.reducer import is_parallel
 
 LONG = ("drift", "two_dimensional")
 IN_THREE = ["closure", "closure_sync", "closure_sync_fd", "local", "synced_fd", "half_fd", "closure_fd"]

@@ -18,7 +18,7 @@ from training import (
 )
 
 from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian, SophiaH
-from sassha_fast.passes import check_grads
+from sassha_fast._passes.reference import check_grads
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "rho", "perturb_eps", "eps", "hessian_power"])
@@ -48,7 +48,7 @@ def test_hyperparameters_must_be_finite_and_not_negative(name, value):
         ({"hvp_point": "elsewhere"}, "hvp_point is 'elsewhere'"),
         (
             {"backend": "gpu"},
-            r"backend is 'gpu', expected 'auto' or one of \['cpu', 'cuda', 'triton', 'foreach', 'reference'\]",
+            r"backend is 'gpu', expected 'auto', 'fused' or one of \['cpu', 'cuda', 'triton', 'foreach', 'reference'\]",
         ),
         ({"foreach": True, "fused": True}, "exclude each other"),
         ({"backend": "cpu", "foreach": True}, "contradicts"),

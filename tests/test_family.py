@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from training import assert_same_bits, assert_same_state, snapshot, state_of, three_calls
 
 from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian, SophiaH, backends, schedules
-from sassha_fast.state import EXP_AVG, HESSIAN, WEIGHT
+from sassha_fast._core.keys import EXP_AVG, HESSIAN, WEIGHT
 
 STEPS, RESUMED = 30, 17  # three refreshes; saved and loaded between two of them
 BACKENDS = ("reference", "foreach", "cpu", "cuda_sim", "triton")

@@ -16,6 +16,7 @@ from cases import (
     groups_of,
     members_of,
     pair_id,
+    passes_over,
     place,
 )
 from tolerances import sum_bound
@@ -23,11 +24,9 @@ from tolerances import sum_bound
 from sassha_fast import reference
 
 pytestmark = pytest.mark.usefixtures("native_ops")
-OPS = torch.ops.sassha_fast
-RUNNERS = ("ops", *PASSES)
 SCALES = torch.tensor([[0.3, -0.21], [99.0, 99.0], [0.45, 1.7]])  # α and the share of g along g̃, by group
 BY_NAME = {case.name: case for case in CASES}
-RUNS = [(c, d, r) for c, d in PAIRS for r in RUNNERS if (r != "ops" or c.dense) and affordable(r, c, walk=False)]
+RUNS = [(c, d, r) for c, d in PAIRS for r in PASSES if affordable(r, c, walk=False)]
 
 
 def firsts_of(lists):
@@ -36,7 +35,7 @@ def firsts_of(lists):
 
 
 def bound(runner, lists):
-    passes = PASSES[runner](members_of(lists.weights))
+    passes = passes_over(runner, members_of(lists.weights))
     passes.bind_grads(lists.grads)
     passes.bind_firsts(firsts_of(lists))
     return passes
@@ -55,7 +54,7 @@ def expected_case(case, dtype):
 @pytest.mark.parametrize(("case", "dtype", "runner"), RUNS, ids=pair_id)
 def test_gap_sums_equal_the_reference_up_to_the_order_of_summation(case, dtype, runner):
     lists = build(case, dtype)
-    found = OPS.gap_sums(lists.grads, firsts_of(lists)) if runner == "ops" else bound(runner, lists).gap_sums()
+    found = bound(runner, lists).gap_sums()
     expected, _ = expected_case(case, dtype)
     n = sum(g.numel() for g in lists.grads)
     limit = sum_bound(n, float((expected[0] * expected[2]).sqrt()))  # Cauchy and Schwarz bound the magnitudes of g·g̃
@@ -68,28 +67,21 @@ def test_gap_sums_equal_the_reference_up_to_the_order_of_summation(case, dtype, 
 @pytest.mark.parametrize(("case", "dtype", "runner"), RUNS, ids=pair_id)
 def test_decomposed_gradients_equal_the_reference(case, dtype, runner):
     lists = build(case, dtype)
-    if runner == "ops":
-        OPS.decompose_(lists.grads, firsts_of(lists), SCALES, groups_of(len(lists.grads)))
-    else:
-        bound(runner, lists).decompose(SCALES)
+    bound(runner, lists).decompose(SCALES)
     assert_same_bits(lists.grads, expected_case(case, dtype)[1])
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", PASSES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
 def test_alpha_zero_leaves_gradients_bitwise_alone_even_if_the_first_are_infinite(dtype, runner):
     lists = build(BY_NAME["sizes"], dtype)
     before, firsts = clones(lists.grads), firsts_of(lists)
     for first in firsts:
         first[::2] = torch.inf
-    scales = torch.zeros_like(SCALES)
-    if runner == "ops":
-        OPS.decompose_(lists.grads, firsts, scales, groups_of(len(firsts)))
-    else:
-        passes = PASSES[runner](members_of(lists.weights))
-        passes.bind_grads(lists.grads)
-        passes.bind_firsts(firsts)
-        passes.decompose(scales)
+    passes = passes_over(runner, members_of(lists.weights))
+    passes.bind_grads(lists.grads)
+    passes.bind_firsts(firsts)
+    passes.decompose(torch.zeros_like(SCALES))
     assert_same_bits(lists.grads, before)
 
 
@@ -127,7 +119,8 @@ def test_gap_does_not_depend_on_thread_count(dtype, restore_threads):
     for threads in (1, 2):
         torch.set_num_threads(threads)
         lists = build(BY_NAME["sizes"], dtype)
-        sums = OPS.gap_sums(lists.grads, firsts_of(lists))
-        OPS.decompose_(lists.grads, firsts_of(lists), SCALES, groups_of(len(lists.grads)))
+        passes = bound("native", lists)
+        sums = passes.gap_sums()
+        passes.decompose(SCALES)
         results.append([*lists.grads, sums])
     assert_same_bits(results[1], results[0])

@@ -5,8 +5,8 @@ import torch
 from cases import assert_same_bits
 
 from sassha_fast import reference
-from sassha_fast.native import NativePasses
-from sassha_fast.passes import Members
+from sassha_fast._passes.cpu import CpuPasses
+from sassha_fast._passes.reference import Members
 
 pytestmark = pytest.mark.slow
 COUNT = 2**31 + 300
@@ -31,7 +31,7 @@ def test_perturb_and_restore_reach_the_last_element():
     weight = torch.ones(COUNT, dtype=torch.float16)
     grad = torch.zeros(COUNT, dtype=torch.float16)
     grad[-1] = 1.0
-    passes = NativePasses(Members([weight], [0], [0], 1, ["w"]))
+    passes = CpuPasses(Members([weight], [0], [0], 1, ["w"]))
     passes.bind_grads([grad], overwrite=True)
     assert passes.square_sums(adaptive=False).tolist() == [1.0]
     passes.perturb(torch.tensor([0.5]), adaptive=False, take_grads=True, seed=0, draw=torch.zeros(1, dtype=torch.int64))

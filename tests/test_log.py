@@ -8,8 +8,8 @@ import torch
 from training import DEVICE, closure_of, make_batch, make_loss, make_net, three_calls
 
 from sassha_fast import MSASSHA, SAM, SASSHA
+from sassha_fast._measure.log_file import HEADER, columns, complete_lines, parsed
 from sassha_fast.log import COLUMNS, StatsLog, read_log
-from sassha_fast.log_file import HEADER, columns, complete_lines, parsed
 
 OPTIMIZERS = {
     "SASSHA": lambda params: SASSHA(params, lr=0.02, rho=0.1, lazy_hessian=3),

@@ -8,9 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 from training import BACKENDS, DEVICE, assert_same_bits, closure_of, make_batch, make_net, snapshot
 
-from sassha_fast import MSASSHA, SASSHA, update
-from sassha_fast.hutchinson import is_rounded, without_zeros
-from sassha_fast.passes import Product
+from sassha_fast import MSASSHA, SASSHA
+from sassha_fast._core import descent
+from sassha_fast._core.products import are_rounded, without_zeros
+from sassha_fast._passes.layout import PROBE_GRADIENT
+from sassha_fast._passes.reference import Products
 from sassha_fast.reference import is_unknown
 
 HESSIAN = "exp_hessian_diag"
@@ -62,7 +64,7 @@ def test_a_network_under_autocast_survives_its_lost_products(backend, hvp, monke
     assert largest < 5
     assert max(seen) < seen[0] + 0.2
     assert seen[-1] < seen[0]
-    monkeypatch.setattr(update, "without_zeros", lambda product, param: product)
+    monkeypatch.setattr(descent, "without_zeros", lambda products, grads: products)
     _, lost, largest, _ = train()
     assert lost == 0
     assert largest > 1000  # a gradient over eps: what the rule is for
@@ -102,7 +104,7 @@ def test_gradients_tell_by_their_graph_whether_they_were_rounded(dtype):
         if casts:  # from and to other formats, and sums, are no rounding to 16 bits
             logits = logits.double() + logits.double()
         F.cross_entropy(logits, y).backward(create_graph=True)
-        return [is_rounded(p, p.grad) for p in net.parameters()]
+        return [are_rounded([p], [p.grad]) for p in net.parameters()]
 
     assert all(found(True))
     assert not any(found(False))
@@ -110,24 +112,23 @@ def test_gradients_tell_by_their_graph_whether_they_were_rounded(dtype):
     net.zero_grad()
 
 
-def test_parameters_of_16_bits_are_rounded_and_what_is_not_due_is_not_asked():
-    p = torch.ones(3, dtype=torch.bfloat16, device=DEVICE)
-    assert is_rounded(p, p)
-    assert not is_rounded(p, p, due=False)
-    q = torch.ones(3, device=DEVICE)
-    assert not is_rounded(q, q)  # without a graph
+def test_parameters_of_16_bits_are_rounded():
+    p, q = torch.ones(3, dtype=torch.bfloat16, device=DEVICE), torch.ones(3, device=DEVICE)
+    assert are_rounded([p], [p])
+    assert are_rounded([q, p], [q, p])
+    assert not are_rounded([q], [q])  # without a graph
 
 
 def test_zeros_of_either_sign_become_nan_and_differences_are_compared_with_the_gradient():
     p = nn.Parameter(torch.zeros(4, device=DEVICE))
     p.grad = torch.tensor([1.0, 2.0, 0.0, 3.0], device=DEVICE)
     value = torch.tensor([0.0, -0.0, 5.0, float("inf")], device=DEVICE)
-    got = without_zeros(Product(value, signed=False), p).value
+    (got,) = without_zeros(Products([value], [0]), [p.grad]).values
     assert got.isnan().tolist() == [True, True, False, False]
     assert torch.equal(got[2:], value[2:])
-    probed = Product(torch.tensor([1.0, 2.5, 0.0, 3.0], device=DEVICE), signed=False, probed=True)
-    assert without_zeros(probed, p).value.isnan().tolist() == [True, False, True, True]
-    assert without_zeros(None, p) is None
+    probed = Products([torch.tensor([1.0, 2.5, 0.0, 3.0], device=DEVICE)], [PROBE_GRADIENT])
+    assert without_zeros(probed, [p.grad]).values[0].isnan().tolist() == [True, False, True, True]
+    assert without_zeros(Products([None], [0]), [p.grad]).values == [None]
 
 
 def test_micro_batches_are_coarse_if_one_of_them_is():
@@ -137,7 +138,7 @@ def test_micro_batches_are_coarse_if_one_of_them_is():
         net = make_net().to(DEVICE)
         opt = SASSHA(net.parameters(), lr=0.02, rho=0.05)
         seen = []
-        opt._update = lambda plan, curvature, **options: seen.append(curvature.coarse)
+        opt.parts.descent.update = lambda step, plan, curvature, amp: seen.append(curvature.coarse)
 
         def part(enabled):
             def closure():

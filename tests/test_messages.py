@@ -13,7 +13,6 @@ from pages import DOCS, FENCE, ROOT
 
 # Raised for nobody who uses the library as documented.
 INTERNAL = {
-    ("base.py", "NotImplementedError", ""): "subclasses that climb replace the method",
     ("log_file.py", "ValueError", ""): "caught where it is called, and raised again with a message",
     ("reference.py", "ValueError", "stochastic_round: dtype is {}, expected torch.bfloat16 or torch.float16"): (
         "only for those who call functions of the reference by themselves"
@@ -60,9 +59,9 @@ def messages_of(path: Path) -> Iterator[Message]:
         function
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef)
-        and (function.name.endswith("_why_not") or (path.name, function.name) == ("ops.py", "load"))
+        and (function.name.endswith("_why_not") or (path.name, function.name) == ("library.py", "load"))
     ]
-    for function in explaining if path.name in ("backends.py", "ops.py") else ():
+    for function in explaining if path.name in ("backends.py", "library.py") else ():
         for node in ast.walk(function):
             if isinstance(node, ast.Return) and node.value is not None:
                 ends = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]

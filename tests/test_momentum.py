@@ -11,7 +11,7 @@ from torch import nn
 from training import assert_same_bits, assert_same_state, snapshot, state_of
 
 from sassha_fast import MSASSHA
-from sassha_fast.state import ASCENT_SCALE, EXP_AVG, WEIGHT
+from sassha_fast._core.keys import ASCENT_SCALE, EXP_AVG, WEIGHT
 
 OPTIONS = {"lr": 0.05, "rho": 0.1, "weight_decay": 0.01}
 # Differences of bfloat16 gradients are mostly noise: divided by much, it does no harm.

@@ -11,7 +11,7 @@ from torch import nn
 from training import assert_same_bits, assert_same_state, snapshot, state_of
 
 from sassha_fast import MSASSHA
-from sassha_fast.state import ASCENT_SCALE, EXP_AVG, HESSIAN, WEIGHT
+from sassha_fast._core.keys import ASCENT_SCALE, EXP_AVG, HESSIAN, WEIGHT
 
 
 @pytest.mark.parametrize("evaluating", [False, True])

@@ -13,27 +13,19 @@ from cases import (
     groups_of,
     members_of,
     pair_id,
+    passes_over,
 )
 from tolerances import sum_bound
 
 from sassha_fast import reference
 
 pytestmark = pytest.mark.usefixtures("native_ops")
-OPS = torch.ops.sassha_fast
-RUNNERS = ("ops", *PASSES)
-RUNS = [
-    (case, dtype, runner)
-    for case, dtype in PAIRS
-    for runner in RUNNERS
-    if (case.dense or runner != "ops") and affordable(runner, case)
-]
+RUNS = [(case, dtype, runner) for case, dtype in PAIRS for runner in PASSES if affordable(runner, case)]
 BY_NAME = {case.name: case for case in CASES}
 
 
 def sums_by(runner, weights, grads, adaptive):
-    if runner == "ops":
-        return OPS.square_sums(grads, weights if adaptive else [], groups_of(len(grads)), N_GROUPS)
-    passes = PASSES[runner](members_of(weights))
+    passes = passes_over(runner, members_of(weights))
     passes.bind_grads(grads)
     return passes.square_sums(adaptive=adaptive)
 
@@ -72,23 +64,32 @@ def test_square_sums_of_small_integers_are_exact(case, dtype, runner, adaptive):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize(("case", "dtype"), [p for p in PAIRS if p[0].dense], ids=pair_id)
+@pytest.mark.parametrize(("case", "dtype"), PAIRS, ids=pair_id)
 def test_square_sums_do_not_depend_on_thread_count(case, dtype, adaptive, restore_threads):
     lists = build(case, dtype)
     results = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        results.append(sums_by("ops", lists.weights, lists.grads, adaptive))
+        results.append(sums_by("native", lists.weights, lists.grads, adaptive))
     assert_same_bits(results[1], results[0])
 
 
-def test_table_and_list_operators_give_the_same_bits():
-    lists = build(BY_NAME["sizes"], torch.float32)
-    by_table, by_lists = (sums_by(runner, lists.weights, lists.grads, False) for runner in ("native", "ops"))
-    assert_same_bits(by_table, by_lists)
+@pytest.mark.parametrize("in_state", [False, True])
+@pytest.mark.parametrize(("case", "dtype", "runner"), RUNS, ids=pair_id)
+def test_the_norm_of_x_is_taken_where_x_lies(case, dtype, runner, in_state):
+    lists = build(case, dtype)
+    passes, xs = passes_over(runner, members_of(lists.weights)), lists.weights
+    if in_state:
+        xs = [torch.empty_like(w).copy_(w) for w in lists.weights]
+        for weight in lists.weights:
+            weight.fill_(torch.nan)
+        passes.bind_state(lists.exp_avgs, lists.hessians, xs)
+    expected = sum(float(reference.square_sum(x)) for x in xs)
+    found = passes.weight_square_sum()
+    assert abs(found - expected) <= sum_bound(sum(x.numel() for x in xs), expected)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", PASSES)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_nonfinite_gradient_makes_only_its_group_nonfinite(runner, value):
     lists = build(BY_NAME["sizes"], torch.float32)
@@ -98,7 +99,7 @@ def test_nonfinite_gradient_makes_only_its_group_nonfinite(runner, value):
     assert not torch.isfinite(sums[2])
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", PASSES)
 def test_squares_beyond_the_range_of_float32_are_summed(runner):
     weights, grads = [torch.ones(3)], [torch.full((3,), 1e30)]
     expected = 3 * grads[0][0].double() ** 2

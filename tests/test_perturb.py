@@ -18,41 +18,29 @@ from cases import (
     indices_of,
     members_of,
     pair_id,
+    passes_over,
     place,
 )
 from tolerances import mean_bound
 
 from sassha_fast import reference
+from sassha_fast._passes.reference import Members
 
 pytestmark = pytest.mark.usefixtures("native_ops")
-OPS = torch.ops.sassha_fast
-RUNNERS = ("ops", *PASSES)
 TABLES = ("native", "triton")  # kernels that write x into the gradients' memory
 SCALES = torch.tensor([0.37, 99.0, -1.9])  # by group; a negative one descends (maximize)
 SEED, DRAW = 2**34 + 5, torch.tensor([11])
 BY_NAME = {case.name: case for case in CASES}
 
 
-def takes(runner, case, dtype):
-    # Rounding noise is numbered by logical element, so the operator wants reduced precision row-major.
-    if runner == "ops" and not (case.dense and (case.row_major or dtype not in REDUCED)):
-        return False
-    return affordable(runner, case)
-
-
-RUNS = [(case, dtype, runner) for case, dtype in PAIRS for runner in RUNNERS if takes(runner, case, dtype)]
+RUNS = [(case, dtype, runner) for case, dtype in PAIRS for runner in PASSES if affordable(runner, case)]
 
 
 def perturb_by(runner, weights, grads, scales, adaptive, take_grads=False):
     """Perturbs in place; returns the backups and what undoes it."""
-    n = len(weights)
-    if runner == "ops":
-        backups = [torch.empty_like(w) for w in weights]
-        OPS.perturb_(weights, grads, backups, scales, groups_of(n), indices_of(n), adaptive, SEED, DRAW)
-        return backups, lambda: OPS.restore_(weights, backups)
-    passes = PASSES[runner](members_of(weights))
+    passes = passes_over(runner, members_of(weights))
     passes.bind_grads(grads)
-    passes.perturb(scales, adaptive=adaptive, take_grads=[take_grads] * n, seed=SEED, draw=DRAW)
+    passes.perturb(scales, adaptive=adaptive, take_grads=[take_grads] * len(grads), seed=SEED, draw=DRAW)
     return passes.backups, passes.restore
 
 
@@ -94,13 +82,13 @@ def test_perturb_does_not_depend_on_thread_count(dtype, adaptive, restore_thread
     for threads in (1, 2):
         torch.set_num_threads(threads)
         lists = build(BY_NAME["sizes"], dtype)
-        backups, _ = perturb_by("ops", lists.weights, lists.grads, SCALES, adaptive)
+        backups, _ = perturb_by("native", lists.weights, lists.grads, SCALES, adaptive)
         results.append(lists.weights + backups)
     assert_same_bits(results[1], results[0])
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", PASSES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
 def test_zero_scale_leaves_params_bitwise_unchanged_even_with_infinite_gradients(dtype, runner, adaptive):
     lists = build(BY_NAME["sizes"], dtype)
@@ -118,7 +106,7 @@ def test_zero_scale_leaves_params_bitwise_unchanged_even_with_infinite_gradients
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", PASSES)
 @pytest.mark.parametrize("dtype", REDUCED, ids=pair_id)
 def test_perturb_equals_the_reference_for_every_bit_pattern(dtype, runner, adaptive):
     patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
@@ -139,7 +127,7 @@ def test_stochastic_rounding_gives_one_of_the_two_neighbours(dtype, magnitude):
     infinity = torch.full_like(nearest, torch.inf)
     below = torch.where(nearest.float() > exact, torch.nextafter(nearest, -infinity), nearest)
     above = torch.where(nearest.float() < exact, torch.nextafter(nearest, infinity), nearest)
-    perturb_by("ops", weights, grads, SCALES, False)
+    perturb_by("native", weights, grads, SCALES, False)
     assert ((weights[0] == below) | (weights[0] == above)).all()
     between = below != above
     for neighbour in (below, above):
@@ -156,7 +144,7 @@ def test_stochastic_rounding_keeps_the_mean(dtype, start, share):
     weights, grads = [x.expand(n).clone()], [torch.ones(n, dtype=dtype)]
     scales = torch.tensor([float(gap) * share, 0.0, 0.0])
     exact = (x.float() + scales[0]).double()
-    perturb_by("ops", weights, grads, scales, False)
+    perturb_by("native", weights, grads, scales, False)
     steps = (weights[0].double() - x.double()) / gap
     probability = (exact - x.double()) / gap
     deviation = float((probability * (1 - probability)).sqrt())
@@ -167,9 +155,10 @@ def test_stochastic_rounding_keeps_the_mean(dtype, start, share):
 def test_rounding_noise_differs_between_parameters_and_draws():
     def moved(index, draw):
         weights, grads = [torch.ones(256, dtype=torch.bfloat16)], [torch.ones(256, dtype=torch.bfloat16)]
-        scales = torch.tensor([2.0**-8])
-        backups, number = [torch.empty_like(weights[0])], torch.tensor([draw])
-        OPS.perturb_(weights, grads, backups, scales, [0], [index], False, SEED, number)
+        passes = PASSES["native"](Members(weights, [index], [0], 1, ["weight"]))
+        passes.bind_grads(grads)
+        scales, number = torch.tensor([2.0**-8]), torch.tensor([draw])
+        passes.perturb(scales, adaptive=False, take_grads=False, seed=SEED, draw=number)
         return weights[0]
 
     assert (moved(0, 0) != moved(1, 0)).any()
@@ -194,7 +183,7 @@ def test_backup_in_the_gradients_memory_changes_no_bit(case, dtype, runner, adap
 
 
 def perturbed_with(runner, weights, grads):
-    passes = PASSES[runner](members_of(weights))
+    passes = passes_over(runner, members_of(weights))
     passes.bind_grads(grads)
     passes.perturb(SCALES, adaptive=False, take_grads=[True] * len(grads), seed=SEED, draw=DRAW)
     return passes
@@ -243,8 +232,11 @@ def test_gradient_in_another_layout_is_not_overwritten(runner):
 
 @pytest.mark.cpu
 def test_restore_past_the_cache_copies_every_bit():
-    params = [torch.zeros(1 << 22), place(torch.zeros(16_387), "misaligned"), torch.zeros(33_001, dtype=torch.float64)]
-    params.append(torch.zeros(5_003, dtype=torch.bfloat16))
-    backups = [torch.randn(p.shape, dtype=p.dtype) for p in params]
-    OPS.restore_(params, backups)
-    assert_same_bits(params, backups)
+    weights = [torch.randn(1 << 22), place(torch.randn(16_387), "misaligned"), torch.randn(33_001, dtype=torch.float64)]
+    weights.append(torch.randn(5_003, dtype=torch.bfloat16))
+    before, grads = clones(weights), [torch.zeros_like(w) for w in weights]
+    _, restore = perturb_by("native", weights, grads, torch.zeros(3), False)
+    for weight in weights:
+        weight.fill_(torch.nan)
+    restore()
+    assert_same_bits(weights, before)

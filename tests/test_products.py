@@ -11,8 +11,8 @@ from torch.func import functional_call, grad
 from training import assert_same_bits, closure_of, make_net, snapshot, state_of
 
 from sassha_fast import SASSHA, reference
-from sassha_fast.contexts import frozen_batchnorm, refresh_context
-from sassha_fast.hutchinson import exact_products
+from sassha_fast._core.contexts import frozen_batchnorm, refresh_context
+from sassha_fast._core.products import exact_products
 
 RHO = 0.05
 PLAIN_TWIN = {"transformer_with_checkpointing": "transformer_with_dropout"}  # torch.func has no checkpointing
@@ -74,11 +74,13 @@ def test_exact_products_are_those_of_torch_func(name):
 class Ones:
     """Probes of ones: with a Hessian of positive entries no product cancels."""
 
+    signs_in_registers = (True,)
+
+    def __init__(self, *params):
+        self.params = params
+
     def rademacher(self, positions, seed, draw):
         return [torch.ones(64, 64, dtype=torch.float16) for _ in positions]
-
-    def signs_in_registers(self, position):
-        return True
 
 
 def test_probes_are_scaled_so_that_float16_products_do_not_overflow():
@@ -88,9 +90,9 @@ def test_probes_are_scaled_so_that_float16_products_do_not_overflow():
     assert torch.isfinite(gradient).all()
     unscaled = torch.autograd.grad(gradient, p, torch.ones_like(p), retain_graph=True)[0]
     assert torch.isinf(unscaled).all()
-    products, scale = exact_products(Ones(), [p], [gradient], [True], n_samples=1, seed=0, draw=0, elements=64 * 64)
+    products, scale = exact_products(Ones(p), [gradient], [True], n_samples=1, seed=0, draw=0, elements=64 * 64)
     assert scale == 64.0
-    assert (products[0].value.double() * scale == 65536.0).all()
+    assert (products.values[0].double() * scale == 65536.0).all()
 
 
 @pytest.mark.parametrize("n_samples", [1, 3])
@@ -99,10 +101,10 @@ def test_the_scale_of_probes_changes_no_bit_in_float32(n_samples):
     net = make_net()
     x = torch.randn(8, 12)
     params = list(net.parameters())
-    plan_like = _Reference()
+    plan_like = _Reference(params)
     gradients = torch.autograd.grad(net(x).square().sum(), params, create_graph=True)
     options = {"n_samples": n_samples, "seed": 3, "draw": 4, "elements": 6243}
-    found, scale = exact_products(plan_like, params, gradients, [True] * 6, **options)
+    found, scale = exact_products(plan_like, gradients, [True] * 6, **options)
     assert math.log2(scale * n_samples).is_integer()
     total = None
     gradients = torch.autograd.grad(net(x).square().sum(), params, create_graph=True)
@@ -111,16 +113,18 @@ def test_the_scale_of_probes_changes_no_bit_in_float32(n_samples):
         terms = torch.autograd.grad(gradients, params, z, retain_graph=True)
         signed = [h if n_samples == 1 else h * s for h, s in zip(terms, z, strict=True)]
         total = signed if total is None else [a + b for a, b in zip(total, signed, strict=True)]
-    assert_same_bits([p.value * (scale * n_samples) for p in found], list(total))
+    assert_same_bits([value * (scale * n_samples) for value in found.values], list(total))
 
 
 class _Reference:
+    signs_in_registers = (True,) * 6
+
+    def __init__(self, params):
+        self.params = params
+
     def rademacher(self, positions, seed, draw):
         shapes = [p.shape for p in make_net().parameters()]
         return [reference.rademacher(torch.empty(shapes[i]), i, seed, draw) for i in positions]
-
-    def signs_in_registers(self, position):
-        return True
 
 
 @pytest.mark.parametrize("way", ["calls", "closure"])

@@ -11,7 +11,8 @@ from cases import assert_same_bits
 from tolerances import INTEGER_POWER_RTOL, mean_bound, sum_bound
 
 from sassha_fast import reference
-from sassha_fast.scalars import Request, StepScalars, integer_power, step_scalars
+from sassha_fast._core.scalars import Request, integer_power, step_scalars
+from sassha_fast._passes.layout import StepScalars
 from sassha_fast.variant import Sample
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.5, "eps": 1e-4, "hessian_power": 0.5, "maximize": False}

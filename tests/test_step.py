@@ -8,10 +8,12 @@ import torch
 from cases import (
     CASES,
     DTYPES,
+    N_GROUPS,
     PAIRS,
     PASSES,
     REDUCED,
     Case,
+    Lists,
     Spec,
     affordable,
     assert_same_bits,
@@ -19,18 +21,20 @@ from cases import (
     indices_of,
     members_of,
     pair_id,
+    passes_over,
     place,
 )
 from tolerances import power_bound, power_rtol, trace_bound
 
 from sassha_fast import reference
-from sassha_fast.passes import Product
-from sassha_fast.scalars import Request, StepScalars, step_scalars
+from sassha_fast._core.scalars import Request, step_scalars
+from sassha_fast._passes.layout import SIGNED_PRODUCT, StepScalars
+from sassha_fast._passes.reference import Products
 from sassha_fast.variant import Sample
 
 pytestmark = pytest.mark.usefixtures("native_ops")
-OPS = torch.ops.sassha_fast
-RUNNERS = ("ops", "ops_in_place", *PASSES)
+# Passes that take x from the parameters, and kernels that take it from backups and restore on the way.
+RUNNERS = (*PASSES, *(f"{name}_restored" for name in ("native", "cuda_sim") if name in PASSES))
 MODES = ("ordinary", "unsigned", "signed")
 SEED, DRAW = 2**36 + 7, 31
 BY_NAME = {case.name: case for case in CASES}
@@ -40,9 +44,6 @@ POWERS = (0.5, 1.0)
 
 
 def takes(runner, case, mode, power):
-    # Operators want dense memory, and logical order where they draw the signs themselves.
-    if runner.startswith("ops") and not (case.dense and (case.row_major or mode != "unsigned")):
-        return False
     if runner == "triton":  # in whose interpreter a chunk takes long: no axis is left out, but not all are crossed
         if case.name == "sizes" and mode == "signed":
             return False
@@ -72,37 +73,29 @@ def scalars_for(power, mode):
 
 def step_by(runner, lists, scalars, mode, noise=None, sample=Sample.ABS):
     """Updates the lists in place; returns the tally of a refresh. ``noise`` is the draw of stochastic rounding."""
-    n = len(lists.weights)
-    if runner.startswith("ops"):
-        backups = []
-        if runner == "ops":
-            backups = [w.clone() for w in lists.weights]
-            for weight in lists.weights:
-                weight.fill_(torch.nan)
-        table = torch.tensor(scalars, dtype=torch.float64)
-        common = (lists.weights, backups, lists.grads, lists.exp_avgs, lists.hessians)
-        if mode == "ordinary":
-            return OPS.step_(*common, table, cohorts_of(n), indices_of(n), SEED, noise)
-        signed = mode == "signed"
-        return OPS.refresh_step_(
-            *common, lists.products, table, cohorts_of(n), indices_of(n), signed, SEED, DRAW, noise, int(sample)
-        )
-    passes = PASSES[runner](members_of(lists.weights))
+    n, name = len(lists.weights), runner.removesuffix("_restored")
+    passes = passes_over(name, members_of(lists.weights))
     passes.bind_state(lists.exp_avgs, lists.hessians)
     passes.bind_grads(lists.grads)
+    if name != runner:  # an ascent of length 0 makes backups, and nothing but them knows x from then on
+        passes.perturb(torch.zeros(N_GROUPS), adaptive=False, take_grads=False, seed=SEED, draw=torch.tensor([DRAW]))
+        passes.bind_grads(lists.grads)
+        for weight in lists.weights:
+            weight.fill_(torch.nan)
     products = None
     if mode != "ordinary":
-        products = [_product(passes, lists, i, mode) for i in range(n)]
-    return passes.step(scalars, cohorts_of(n), products, SEED, DRAW, noise_draw=noise, sample=sample).tallies
+        products = Products(*map(list, zip(*(_product(passes, lists, i, mode) for i in range(n)), strict=True)))
+    options = {"restore": name != runner, "noise_draw": noise, "sample": sample}
+    return passes.step(scalars, cohorts_of(n), products, SEED, DRAW, **options).tallies
 
 
 def _product(passes, lists, i, mode):
     if mode == "signed":
-        return Product(lists.products[i], signed=True)
+        return lists.products[i], SIGNED_PRODUCT
     if passes.signs_in_registers(i):
-        return Product(lists.products[i], signed=False)
+        return lists.products[i], 0
     z = reference.rademacher(lists.weights[i], indices_of(i + 1)[i], SEED, DRAW)
-    return Product(lists.products[i] * z, signed=True)
+    return lists.products[i] * z, SIGNED_PRODUCT
 
 
 def expected_lists(lists, scalars, mode, sample=Sample.ABS):
@@ -174,7 +167,7 @@ def test_general_power_denominator_over_fifty_decades(dtype, power):
     x, g, m = torch.zeros_like(d), torch.zeros_like(d), torch.ones_like(d)
     only_power = StepScalars(1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, power)  # x = −1 / D^power
     wanted, _, _ = reference.step(x, g, m, d, only_power)
-    OPS.step_([x], [], [g], [m], [d], torch.tensor([only_power], dtype=torch.float64), [0], [0], 0, None)
+    step_by("native", Lists([x], [g], [m], [d], []), [only_power], "ordinary")
     assert (((x - wanted) / wanted).abs() <= power_rtol(dtype)).all()
 
 
@@ -187,7 +180,7 @@ def test_step_does_not_depend_on_thread_count(dtype, mode, power, restore_thread
     for threads in (1, 2):
         torch.set_num_threads(threads)
         lists = build(BY_NAME["sizes"], dtype, nonfinite=True)
-        tally = step_by("ops", lists, scalars_for(power, mode), mode)
+        tally = step_by("native_restored", lists, scalars_for(power, mode), mode)
         results.append([*lists.weights, *lists.exp_avgs, *lists.hessians, *([] if tally is None else [tally])])
     assert_same_bits(results[1], results[0])
 
@@ -316,7 +309,7 @@ def test_step_past_the_cache_equals_the_reference(mode):
     case = Case("large", (*specs, Spec((5_003,), dtype=torch.bfloat16)))
     before, lists = build(case, torch.float32), build(case, torch.float32)
     scalars = scalars_for(0.5, mode)
-    found = step_by("ops", lists, scalars, mode)
+    found = step_by("native_restored", lists, scalars, mode)
     assert_stepped(lists, found, expected_lists(before, scalars, mode))
 
 
@@ -335,12 +328,12 @@ def test_gradients_and_products_in_another_layout_meet_their_own_weights(runner)
 def test_members_without_a_product_keep_curvature_on_a_refresh(runner):
     case = BY_NAME["sizes"]
     before, lists = build(case, torch.float32), build(case, torch.float32)
-    passes = PASSES[runner](members_of(lists.weights))
+    passes = passes_over(runner, members_of(lists.weights))
     passes.bind_state(lists.exp_avgs, lists.hessians)
     passes.bind_grads(lists.grads)
     scalars = scalars_for(0.5, "signed")
     n = len(lists.weights)
-    products = [Product(p, signed=True) if i % 3 == 0 else None for i, p in enumerate(lists.products)]
+    products = Products.signed([p if i % 3 == 0 else None for i, p in enumerate(lists.products)])
     found = passes.step(scalars, cohorts_of(n), products, SEED, DRAW).tallies
     for i, (x, g, m, d, p) in enumerate(zip(*before, strict=True)):
         expected = reference.step(x, g, m, d, scalars[i % 2], p if i % 3 == 0 else None)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sassha_fast import tables, traffic
+from sassha_fast import traffic
+from sassha_fast._passes import layout as tables
 
 ROOT = Path(__file__).resolve().parents[1]
 README, METHODS = (ROOT / "README.md").read_text(), (ROOT / "docs" / "methods.md").read_text()
@@ -19,8 +20,8 @@ FLOAT32 = {
     "probe": 8,
     "step": 24,
     "refresh_step": 32,
-    "apart_step": 24,
-    "apart_refresh_step": 32,
+    "step_in_state": 24,
+    "refresh_step_in_state": 32,
     "momentum_ascent": 12,
     "gap_sums": 8,
     "decompose": 12,
@@ -35,27 +36,31 @@ def test_passes_declare_the_fewest_bytes_that_the_algorithm_allows():
     assert all(hasattr(tables, column.upper()) for column in columns)
 
 
+STEP = "ops.table_step(table, scalars, 1, 2, None, 0, False, {tallies}, {squares}, journal)"
 KERNELS = {
-    "norm": "ops.table_square_sums(table, 1, False)",
-    "perturb": "ops.table_perturb(table, scales, False, 1, draw)",
-    "restore": "ops.table_restore(table)",
-    "step": "ops.table_step(table, scalars, 1, None)",
-    "refresh_step": "ops.table_refresh_step(table, scalars, 1, 2, None, 0)",
-    "apart_step": "ops.table_apart_step(table, scalars, 1, False, 1, None)",
-    "apart_refresh_step": "ops.table_apart_refresh_step(table, scalars, 1, False, 1, 2, None, 0)",
+    "norm": "ops.table_square_sums(table, sums, tables.GRAD, False)",
+    "perturb": "ops.table_perturb(table, scales, False, 1, draw, journal)",
+    "restore": "ops.table_restore(table, journal)",
+    "step": STEP.format(tallies=None, squares=None),
+    "refresh_step": STEP.format(tallies="tallies", squares=None),
+    "step_in_state": STEP.format(tallies=None, squares="sums"),
+    "refresh_step_in_state": STEP.format(tallies="tallies", squares="sums"),
     "momentum_ascent": "ops.table_momentum_ascent(table, scales, False, 1, draw)",
-    "gap_sums": "ops.table_gap_sums(table)",
+    "gap_sums": "ops.table_gap_sums(table, gap)",
     "decompose": "ops.table_decompose(table, torch.tensor([[0.3, 0.2]]))",
 }
 
 RUN = """
 import torch
-from sassha_fast import ops as library, tables, traffic
-from sassha_fast.scalars import StepScalars
+from sassha_fast import traffic
+from sassha_fast._passes import layout as tables, library
+from sassha_fast._passes.layout import StepScalars
 library.load()
 ops = torch.ops.sassha_fast
 scales, draw = torch.tensor([0.1]), torch.zeros(1, dtype=torch.int64)
 scalars = torch.tensor([StepScalars(0.9, 0.9, 0.1, 0.99, 0.01, 0.5, 0.4, 1e-4, 0.1, 0.5)], dtype=torch.float64)
+journal, sums, gap, tallies = draw.new_zeros(2), *(torch.zeros(n, dtype=torch.float64) for n in (1, 3, 3))
+tallies = tallies.view(1, 3)
 kept = {{}}
 columns = (*traffic.PASSES[{name!r}].reads, *traffic.PASSES[{name!r}].writes)
 table = torch.zeros(1, tables.ROW_WORDS, dtype=torch.int64)

@@ -17,14 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from sassha_fast import SASSHA, backends, reference, triton_launch
-from sassha_fast.capturable import DeviceScalars
-from sassha_fast.passes import Members, Passes, Product
-from sassha_fast.scalars import Request, step_scalars
-from sassha_fast.tables import INDEX, NUMEL, PARAM, ROW_WORDS
-from sassha_fast.triton_launch import CHUNK, Chunks, Launcher
-from sassha_fast.triton_passes import DTYPES as KINDS
-from sassha_fast.triton_passes import KERNEL_DTYPES, TritonPasses
+from sassha_fast import SASSHA, backends, reference
+from sassha_fast._core.scalars import Request, step_scalars
+from sassha_fast._passes import triton_launch
+from sassha_fast._passes.layout import DTYPES as KINDS
+from sassha_fast._passes.layout import INDEX, NUMEL, PARAM, PROBE_GRADIENT, ROW_WORDS, SIGNED_PRODUCT, DeviceScalars
+from sassha_fast._passes.reference import Members, Passes, Products
+from sassha_fast._passes.triton import KERNEL_DTYPES, TritonPasses
+from sassha_fast._passes.triton_launch import CHUNK, Chunks, Launcher
 
 CPU = torch.device("cpu")
 SEED, DRAW = 2**36 + 7, 31
@@ -98,7 +98,7 @@ def stepped(kind, dtype, scalars, *, products=None, noise=None, restore=False):
     passes.bind_state(lists.exp_avgs, lists.hessians)
     passes.bind_grads(lists.grads)
     if products is not None:
-        products = [Product(p, **products) for p in lists.products]
+        products = Products(list(lists.products), [products] * 3)
     found = passes.step(scalars, [0] * 3, products, SEED, DRAW, restore=restore, noise_draw=noise)
     return [*lists.weights, *lists.exp_avgs, *lists.hessians], found.tallies
 
@@ -109,7 +109,7 @@ def scalars_with(**request):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
-@pytest.mark.parametrize("products", [None, {"signed": True}], ids=["ordinary", "refresh"])
+@pytest.mark.parametrize("products", [None, SIGNED_PRODUCT], ids=["ordinary", "refresh"])
 def test_a_skipped_update_returns_to_x_and_changes_nothing_else(dtype, products):
     scalars = scalars_with(refresh=products is not None, skip=torch.tensor(1.0, dtype=torch.float64))
     found, tally = stepped(TritonPasses, dtype, scalars, products=products, restore=True)
@@ -132,7 +132,7 @@ def test_scalars_in_device_memory_equal_numbers_of_the_host(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
 def test_an_update_from_a_probe_gradient_rounded_at_random_equals_the_reference(dtype):
     scalars, noise = scalars_with(refresh=True, product_scale=1.7), torch.tensor([2**31 + 5])
-    options = {"products": {"signed": False, "probed": True}, "noise": noise, "restore": True}
+    options = {"products": PROBE_GRADIENT, "noise": noise, "restore": True}
     expected, wanted = stepped(Passes, dtype, scalars, **options)
     found, tally = stepped(TritonPasses, dtype, scalars, **options)
     assert_same_bits(found, expected)

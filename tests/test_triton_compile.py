@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TARGETS = ("sm_80", "gfx942")
 FLOORS = {"norm": 4, "perturb": 16, "restore": 8, "rademacher": 4, "probe": 8, "step": 24, "refresh": 32}
-FLOORS |= {"momentum ascent": 12, "gap sums": 8, "decompose": 12, "step apart": 24, "refresh apart": 32}
+FLOORS |= {"momentum ascent": 12, "gap sums": 8, "decompose": 12, "step in state": 24, "refresh in state": 32}
 SUMS = ("norm", "gap sums")  # which write no parameter
 PHILOX_MULTIPLIES = 20  # of one call
 

@@ -13,7 +13,7 @@ program asks both questions of its own row, as the answers change with every gra
 import triton
 import triton.language as tl
 
-from .. import tables
+from .._passes import layout
 
 LANES = tl.constexpr(128)  # philox.SIGNS_PER_CALL
 # Enough for a program that every thread has whole words of 128 bits in every dtype (see `threads_of`), and that
@@ -22,14 +22,14 @@ CHUNK = tl.constexpr(2048)
 CHUNK_ROWS = tl.constexpr(2048 // 128)
 MAP_WORDS = tl.constexpr(3)
 
-ROW_WORDS = tl.constexpr(tables.ROW_WORDS)
-PARAM, GRAD, BACKUP = tl.constexpr(tables.PARAM), tl.constexpr(tables.GRAD), tl.constexpr(tables.BACKUP)
-EXP_AVG, HESSIAN = tl.constexpr(tables.EXP_AVG), tl.constexpr(tables.HESSIAN)
-PRODUCT, FIRST, NUMEL = tl.constexpr(tables.PRODUCT), tl.constexpr(tables.FIRST), tl.constexpr(tables.NUMEL)
-INDEX, GROUP, COHORT = tl.constexpr(tables.INDEX), tl.constexpr(tables.GROUP), tl.constexpr(tables.COHORT)
-FLAGS = tl.constexpr(tables.FLAGS)
-SIGNED_PRODUCT = tl.constexpr(tables.SIGNED_PRODUCT)
-PROBE_GRADIENT = tl.constexpr(tables.PROBE_GRADIENT)
+ROW_WORDS = tl.constexpr(layout.ROW_WORDS)
+PARAM, GRAD, BACKUP = tl.constexpr(layout.PARAM), tl.constexpr(layout.GRAD), tl.constexpr(layout.BACKUP)
+EXP_AVG, HESSIAN = tl.constexpr(layout.EXP_AVG), tl.constexpr(layout.HESSIAN)
+PRODUCT, FIRST, NUMEL = tl.constexpr(layout.PRODUCT), tl.constexpr(layout.FIRST), tl.constexpr(layout.NUMEL)
+INDEX, GROUP, COHORT = tl.constexpr(layout.INDEX), tl.constexpr(layout.GROUP), tl.constexpr(layout.COHORT)
+FLAGS = tl.constexpr(layout.FLAGS)
+SIGNED_PRODUCT = tl.constexpr(layout.SIGNED_PRODUCT)
+PROBE_GRADIENT = tl.constexpr(layout.PROBE_GRADIENT)
 
 
 def threads_of(dtype):

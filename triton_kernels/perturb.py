@@ -1,6 +1,6 @@
 """Ascent and the way back: x + eps into the parameter, x into the backup, and the copy that undoes it.
 
-Where x lives apart from the parameter, x + eps is derived from it and from the momentum.
+Where x is kept in state, x + eps is derived from it and from the momentum.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """The update: restore, decay, both moving averages, bias correction, root, division, descent, in one pass.
 
-Where x lives apart from the parameter, it is updated there, and squares of the new m are added up on the way.
+Where x is kept in state, it is updated there, and squares of the new m are added up on the way.
 """
 
 import triton
@@ -48,23 +48,10 @@ from .philox import UPDATE_NOISE, noise_bits, sign_bits
 def rounded(scalars, cohort, C: tl.constexpr):
     """The scalars of a cohort, rounded once to the compute type."""
     at = scalars + cohort * STEP_SCALAR_WORDS
-    return StepScalars(
-        tl.load(at).to(C),
-        tl.load(at + 1).to(C),
-        tl.load(at + 2).to(C),
-        tl.load(at + 3).to(C),
-        tl.load(at + 4).to(C),
-        tl.load(at + 5).to(C),
-        tl.load(at + 6).to(C),
-        tl.load(at + 7).to(C),
-        tl.load(at + 8).to(C),
-        tl.load(at + 9).to(C),
-        tl.load(at + 10).to(C),
-        tl.load(at + 11).to(C),
-        tl.load(at + 12).to(C),
-        tl.load(at + 13).to(C),
-        tl.load(at + 14).to(C),
-    )
+    words = ()
+    for i in tl.static_range(STEP_SCALAR_WORDS):
+        words = words + (tl.load(at + i).to(C),)  # noqa: RUF005 (the compiler knows no star in a tuple)
+    return StepScalars(*words)
 
 
 @triton.jit
@@ -140,7 +127,7 @@ def step_of(
     REFRESH: tl.constexpr,
     SAMPLE: tl.constexpr,
     AT_RANDOM: tl.constexpr,
-    APART: tl.constexpr,
+    IN_STATE: tl.constexpr,
     ADAPTIVE: tl.constexpr,
     FULL: tl.constexpr,
 ):
@@ -163,7 +150,7 @@ def step_of(
         noise = noise_bits(seed, tl.load(row + INDEX), noise_draw, begin, CHUNK_ROWS, UPDATE_NOISE)
         moved = round_stochastically(moved, noise, T)
     written = narrow(moved, T)
-    if APART:  # before the stores, which need registers for addresses
+    if IN_STATE:  # before the stores, which need registers for addresses
         tl.store(squares + place_of(chunks), momentum_squares(row, begin, m, widen(written), ADAPTIVE, FULL))
     store(row, param, begin, written, T, FULL)
     store(row, again(row, exp_avg, EXP_AVG, FULL), begin, m, C, FULL)
@@ -186,15 +173,15 @@ def step(
     REFRESH: tl.constexpr,
     SAMPLE: tl.constexpr,
     AT_RANDOM: tl.constexpr,
-    APART: tl.constexpr,
+    IN_STATE: tl.constexpr,
     ADAPTIVE: tl.constexpr,
 ):
     """The update of x in the backups, which may be the parameters; with products where REFRESH.
 
-    Where APART, x stays in the backups, and each chunk leaves its squares of m; ADAPTIVE weighs them by |x|.
+    Where IN_STATE, x stays in the backups, and each chunk leaves its squares of m; ADAPTIVE weighs them by |x|.
     """
     C: tl.constexpr = tl.float64 if T == tl.float64 else tl.float32
-    TARGET: tl.constexpr = BACKUP if APART else PARAM
+    TARGET: tl.constexpr = BACKUP if IN_STATE else PARAM
     row, begin = chunk_of(table, chunks)
     s = rounded(scalars, tl.load(row + COHORT), C)
     param, grad, backup = tl.load(row + TARGET), tl.load(row + GRAD), tl.load(row + BACKUP)
@@ -209,16 +196,16 @@ def step(
     results, draws = (chunks, tallies, squares), (seed, draw, number)
     if s.skip != 0:  # gradients overflowed: the tally stays 0
         # So rare that the short words of the last chunk do.
-        if APART:
+        if IN_STATE:
             m, x = load(row, exp_avg, begin, C, False), widen(load(row, backup, begin, T, False))
             tl.store(squares + place_of(chunks), momentum_squares(row, begin, m, x, ADAPTIVE, False))
         elif param != backup:
             store(row, param, begin, load(row, backup, begin, T, False), T, False)
     elif takes_words(row, begin, used):
         step_of(
-            row, begin, addresses, s, results, draws, T, C, POWER, REFRESH, SAMPLE, AT_RANDOM, APART, ADAPTIVE, True
+            row, begin, addresses, s, results, draws, T, C, POWER, REFRESH, SAMPLE, AT_RANDOM, IN_STATE, ADAPTIVE, True
         )
     else:
         step_of(
-            row, begin, addresses, s, results, draws, T, C, POWER, REFRESH, SAMPLE, AT_RANDOM, APART, ADAPTIVE, False
+            row, begin, addresses, s, results, draws, T, C, POWER, REFRESH, SAMPLE, AT_RANDOM, IN_STATE, ADAPTIVE, False
         )

@@ -52,11 +52,11 @@ def here() -> dict[str, str]:
     import torch
 
     import sassha_fast
-    from sassha_fast import ops
+    from sassha_fast._passes import library
 
     return {
         "memory": _memory(),
-        "isa": "" if ops.load() is not None else str(torch.ops.sassha_fast.cpu_isa()),
+        "isa": "" if library.load() is not None else str(torch.ops.sassha_fast.cpu_isa()),
         "compiler": _compiler(),
         "torch": torch.__version__,
         "sassha_fast": sassha_fast.__version__,

@@ -1,6 +1,6 @@
 // GSAM's surrogate gap: sums of products of the two gradients, and the descent that they make.
 #include "block.h"
-#include "kernels.h"
+#include "launch.h"
 
 namespace sassha::SASSHA_ISA {
 namespace {

@@ -4,16 +4,10 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "kernels.h"
+#include "launch.h"
 
 namespace sassha {
 namespace {
-
-#define SASSHA_KERNEL_SET(ISA)                                                                              \
-  Kernels {                                                                                                 \
-    #ISA, ISA::square_sum, ISA::perturb, ISA::restore, ISA::momentum_ascent, ISA::gap_sums, ISA::decompose, \
-        ISA::rademacher, ISA::probe, ISA::step                                                              \
-  }
 
 Kernels choose() {
   const char* set = std::getenv("SASSHA_CPU_ISA");
@@ -24,12 +18,12 @@ Kernels choose() {
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool has_avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (has_avx512 && allowed("avx512")) return SASSHA_KERNEL_SET(avx512);
-  if (has_avx2 && allowed("avx2")) return SASSHA_KERNEL_SET(avx2);
+  if (has_avx512 && allowed("avx512")) return avx512::kSet;
+  if (has_avx2 && allowed("avx2")) return avx2::kSet;
 #endif
   STD_TORCH_CHECK(allowed("generic"), "SASSHA_CPU_ISA=", wanted,
                   " is not available on this machine; unset it, or use one of avx512, avx2, generic that it runs");
-  return SASSHA_KERNEL_SET(generic);
+  return generic::kSet;
 }
 
 }  // namespace

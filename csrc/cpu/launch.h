@@ -1,69 +1,167 @@
-// The passes over rows: one parallel loop each. Operators on lists and on tables of addresses both end here.
+// The passes over rows in host memory: kernels, compiled once per instruction set, and one parallel loop each.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
-#include <cstdint>
-#include <optional>
-#include <vector>
-
-#include "../rows.h"
-#include "kernels.h"
+#include "../passes.h"
+#include "../philox.h"
 
 namespace sassha {
 
-struct Rows {
-  const Row* data;
-  int64_t size;
+struct Stepped {
+  Tally tally;     // of a refresh
+  double squares;  // of m, where x is kept in state
 };
 
-// Adds each row's sum of squares to its group's entry.
-void square_sums(Rows rows, bool adaptive, double* sums);
-void perturb(Rows rows, const AscentOptions& options);
-void restore(Rows rows);
-// Parameters from x, which lives in the backups for good, and from the momentum.
-void momentum_ascent(Rows rows, const AscentOptions& options);
-// Sums over all rows, of their gradients and those of the first pass.
-GapSums gap_sums(Rows rows);
-void decompose(Rows rows, const GapScales* scales);
-void rademacher(Rows rows, int64_t seed, int64_t draw);
-void probe(Rows rows, double h, int64_t seed, int64_t draw);
-// `tallies` has one entry per row, or is null on an ordinary step; `squares`, where x lives apart, one per group.
-// `options.stream` is decided here.
-void step(Rows rows, StepOptions options, Tally* tallies, double* squares = nullptr);
+// A kernel works on `size` elements of one row from `begin` on, where `begin` is a multiple of kSignsPerCall. With
+// `stream`, the last argument of some, it writes parameters past the cache.
+template <typename Result, typename... Args>
+using Kernel = Result(const Row& row, int64_t begin, int64_t size, Args...);
 
-inline uint32_t number_in(const Tensor& draw) {
-  return static_cast<uint32_t>(*static_cast<const int64_t*>(draw.data_ptr()));
-}
+// Every kernel: its name, its result and what it takes beside the row.
+#define SASSHA_KERNELS(K)                     \
+  K(square_sum, double, int64_t, bool)        \
+  K(perturb, void, const AscentArgs&)         \
+  K(restore, void, bool)                      \
+  K(momentum_ascent, void, const AscentArgs&) \
+  K(gap_sums, GapSums)                        \
+  K(decompose, void, const GapScales*)        \
+  K(rademacher, void, uint64_t, uint32_t)     \
+  K(probe, void, uint64_t, uint32_t, double)  \
+  K(step, Stepped, const StepArgs&, bool)
 
-inline AscentOptions ascent_options(const Tensor& scales, bool adaptive, int64_t seed, const Tensor& draw) {
-  return {static_cast<const float*>(scales.data_ptr()), adaptive, static_cast<uint64_t>(seed), number_in(draw)};
-}
+#define SASSHA_POINTER(name, ...) Kernel<__VA_ARGS__>* name;
+#define SASSHA_DECLARATION(name, ...) Kernel<__VA_ARGS__> name;
+#define SASSHA_NAME(name, ...) name,
 
-// Options of an update; a `noise_draw` asks for rounding at random.
-inline StepOptions step_options(const Tensor& scalars, int64_t seed, int64_t draw,
-                                const std::optional<Tensor>& noise_draw, int64_t sample = kMagnitude) {
-  return {static_cast<const StepScalars<double>*>(scalars.data_ptr()),
-          static_cast<uint64_t>(seed),
-          static_cast<uint32_t>(draw),
-          noise_draw.has_value() ? number_in(*noise_draw) : 0,
-          noise_draw.has_value(),
-          static_cast<Sample>(sample),
-          /*apart=*/false,
-          /*adaptive=*/false,
-          /*stream=*/false};
-}
+struct Kernels {
+  const char* isa;
+  SASSHA_KERNELS(SASSHA_POINTER)
+};
 
-inline Tensor new_doubles(const Tensor& like, std::initializer_list<int64_t> sizes) {
-  const std::vector<int64_t> shape(sizes);
-  return torch::stable::new_zeros(like, torch::headeronly::IntHeaderOnlyArrayRef(shape.data(), shape.size()),
-                                  ScalarType::Double);
-}
+// What the translation units of an instruction set define, and the set of it.
+#define SASSHA_DECLARE_KERNELS(ISA)                             \
+  namespace ISA {                                               \
+  SASSHA_KERNELS(SASSHA_DECLARATION)                            \
+  constexpr Kernels kSet = {#ISA, SASSHA_KERNELS(SASSHA_NAME)}; \
+  }
 
-inline Tensor as_tensor(const GapSums& sums, const Tensor& like) {
-  Tensor out = new_doubles(like, {kGapWords});
-  *static_cast<GapSums*>(out.data_ptr()) = sums;
-  return out;
-}
+SASSHA_DECLARE_KERNELS(generic)
+#if defined(__x86_64__)
+SASSHA_DECLARE_KERNELS(avx2)
+SASSHA_DECLARE_KERNELS(avx512)
+#endif
 
 }  // namespace sassha
+
+#if !defined(SASSHA_ISA)  // The kernels see nothing of torch, and no function that the linker might merge.
+
+#include <algorithm>
+#include <optional>
+
+#include "../rows.h"
+#include "parallel.h"
+
+namespace sassha {
+
+// The set chosen for this machine: the widest that it runs, or what SASSHA_CPU_ISA names.
+const Kernels& kernels();
+
+// A pass that writes more than this leaves nothing of use in a cache, so it writes past it.
+constexpr int64_t kStreamElements = int64_t{4} << 20;
+
+struct Cpu {
+  struct Rows {
+    // A device would need the chunks.
+    Rows(const char*, const Tensor& table, const std::optional<Tensor>&, const Ints&)
+        : data(sassha::data<const Row>(table)), size(table.size(0)) {}
+    Rows(const std::vector<Row>& rows, const Tensor&) : data(rows.data()), size(static_cast<int64_t>(rows.size())) {}
+
+    const Row* data;
+    int64_t size;
+  };
+
+  static void square_sums(const Rows& rows, int64_t column, bool adaptive, const GroupSums& sums) {
+    const Pieces pieces(rows.data, rows.size);
+    std::vector<double> partial(static_cast<size_t>(pieces.size()));
+    pieces.for_each([&](int64_t i, const Piece& piece) {
+      partial[i] = kernels().square_sum(rows.data[piece.row], piece.begin, piece.size, column, adaptive);
+    });
+    clear(sums);
+    for (int64_t i = 0; i < pieces.size(); ++i) sums.totals[rows.data[pieces[i].row].group] += partial[i];
+  }
+
+  static void perturb(const Rows& rows, const AscentArgs& args) { for_each_piece(rows, kernels().perturb, args); }
+
+  static void restore(const Rows& rows) {
+    const Pieces pieces(rows.data, rows.size);
+    const bool stream = pieces.elements() > kStreamElements;
+    pieces.for_each(
+        [&](int64_t, const Piece& piece) { kernels().restore(rows.data[piece.row], piece.begin, piece.size, stream); });
+  }
+
+  // Each row brings its own power.
+  static void step(const Rows& rows, const StepArgs& args, const StepSums& sums, std::optional<double>) {
+    const Pieces pieces(rows.data, rows.size);
+    const bool in_place = args.in_state || rows.size == 0 || rows.data[0].param == rows.data[0].backup;
+    const bool stream = !in_place && pieces.elements() > kStreamElements;
+    const bool keeps = args.refresh || args.in_state;
+    std::vector<Stepped> partial(keeps ? static_cast<size_t>(pieces.size()) : 0);
+    pieces.for_each([&](int64_t i, const Piece& piece) {
+      const Stepped stepped = kernels().step(rows.data[piece.row], piece.begin, piece.size, args, stream);
+      if (keeps) partial[i] = stepped;
+    });
+    if (args.refresh) std::fill(sums.tallies, sums.tallies + rows.size, Tally{});
+    clear(sums.squares);
+    for (size_t i = 0; i < partial.size(); ++i) {
+      const int64_t row = pieces[static_cast<int64_t>(i)].row;
+      if (args.in_state) sums.squares.totals[rows.data[row].group] += partial[i].squares;
+      if (!args.refresh) continue;
+      sums.tallies[row].trace += partial[i].tally.trace;
+      sums.tallies[row].negative += partial[i].tally.negative;
+      sums.tallies[row].finite += partial[i].tally.finite;
+    }
+  }
+
+  static void momentum_ascent(const Rows& rows, const AscentArgs& args) {
+    for_each_piece(rows, kernels().momentum_ascent, args);
+  }
+
+  static void gap_sums(const Rows& rows, GapSums* total) {
+    const Pieces pieces(rows.data, rows.size);
+    std::vector<GapSums> partial(static_cast<size_t>(pieces.size()));
+    pieces.for_each([&](int64_t i, const Piece& piece) {
+      partial[i] = kernels().gap_sums(rows.data[piece.row], piece.begin, piece.size);
+    });
+    *total = {};
+    for (const GapSums& sums : partial) {
+      total->first += sums.first;
+      total->dot += sums.dot;
+      total->second += sums.second;
+    }
+  }
+
+  static void decompose(const Rows& rows, const GapScales* scales) {
+    for_each_piece(rows, kernels().decompose, scales);
+  }
+
+  static void rademacher(const Rows& rows, uint64_t seed, uint32_t draw) {
+    for_each_piece(rows, kernels().rademacher, seed, draw);
+  }
+
+  static void probe(const Rows& rows, double h, uint64_t seed, uint32_t draw) {
+    for_each_piece(rows, kernels().probe, seed, draw, h);
+  }
+
+ private:
+  template <typename... Params, typename... Args>
+  static void for_each_piece(const Rows& rows, Kernel<void, Params...>* kernel, const Args&... args) {
+    Pieces(rows.data, rows.size).for_each([&](int64_t, const Piece& piece) {
+      kernel(rows.data[piece.row], piece.begin, piece.size, args...);
+    });
+  }
+
+  static void clear(const GroupSums& sums) { std::fill(sums.totals, sums.totals + sums.n_groups, 0.0); }
+};
+
+}  // namespace sassha
+
+#endif

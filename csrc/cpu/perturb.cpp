@@ -1,7 +1,7 @@
-// Ascent and the way back: x + eps into the parameter, x into the backup, and the copy that undoes it. Where x lives
-// apart from the parameter, x + eps is derived from it and from the momentum.
+// Ascent and the way back: x + eps into the parameter, x into the backup, and the copy that undoes it. Where x is
+// kept in state, x + eps is derived from it and from the momentum.
 #include "block.h"
-#include "kernels.h"
+#include "launch.h"
 
 namespace sassha::SASSHA_ISA {
 namespace {
@@ -18,12 +18,12 @@ void ascend(C* __restrict param, C* backup, const C* grad, C scale, int64_t size
 }
 
 template <typename T, bool kAdaptive>
-void perturb_of(const Row& row, int64_t begin, int64_t size, const AscentOptions& options) {
+void perturb_of(const Row& row, int64_t begin, int64_t size, const AscentArgs& args) {
   using C = Compute<T>;
   T* param = at<T>(row.param, begin);
   T* backup = at<T>(row.backup, begin);
   const T* grad = at<T>(row.grad, begin);
-  const C scale = options.scales[row.group];
+  const C scale = args.scales[row.group];
   if (scale == 0) {  // selected, not multiplied: 0 * inf would be NaN
     memcpy(backup, param, static_cast<size_t>(size) * sizeof(T));
     return;
@@ -31,7 +31,7 @@ void perturb_of(const Row& row, int64_t begin, int64_t size, const AscentOptions
   if constexpr (std::is_same_v<T, C>) {
     ascend<C, kAdaptive>(param, backup, grad, scale, size);
   } else {
-    const Stream stream{options.seed, static_cast<uint32_t>(row.index), options.draw};
+    const Stream stream{args.seed, static_cast<uint32_t>(row.index), static_cast<uint32_t>(*args.draw)};
     for_each_block(size, [&](int64_t offset, auto n) {
       C x[kBlock], g[kBlock];
       load(param + offset, x, n);
@@ -48,17 +48,17 @@ void perturb_of(const Row& row, int64_t begin, int64_t size, const AscentOptions
 }
 
 template <typename T, bool kAdaptive>
-void momentum_ascent_of(const Row& row, int64_t begin, int64_t size, const AscentOptions& options) {
+void momentum_ascent_of(const Row& row, int64_t begin, int64_t size, const AscentArgs& args) {
   using C = Compute<T>;
   T* param = at<T>(row.param, begin);
   const T* weight = at<T>(row.backup, begin);
   const C* exp_avg = at<C>(row.exp_avg, begin);
-  const C scale = options.scales[row.group];
+  const C scale = args.scales[row.group];
   if (scale == 0) {
     memcpy(param, weight, static_cast<size_t>(size) * sizeof(T));
     return;
   }
-  const Stream stream{options.seed, static_cast<uint32_t>(row.index), options.draw};
+  const Stream stream{args.seed, static_cast<uint32_t>(row.index), static_cast<uint32_t>(*args.draw)};
   for_each_block(size, [&](int64_t offset, auto n) {
     C room[kBlock], moved[kBlock];
     const C* x = load(weight + offset, room, n);
@@ -73,18 +73,18 @@ void momentum_ascent_of(const Row& row, int64_t begin, int64_t size, const Ascen
 
 }  // namespace
 
-void momentum_ascent(const Row& row, int64_t begin, int64_t size, const AscentOptions& options) {
+void momentum_ascent(const Row& row, int64_t begin, int64_t size, const AscentArgs& args) {
   with_dtype(row.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    options.adaptive ? momentum_ascent_of<T, true>(row, begin, size, options)
-                     : momentum_ascent_of<T, false>(row, begin, size, options);
+    args.adaptive ? momentum_ascent_of<T, true>(row, begin, size, args)
+                  : momentum_ascent_of<T, false>(row, begin, size, args);
   });
 }
 
-void perturb(const Row& row, int64_t begin, int64_t size, const AscentOptions& options) {
+void perturb(const Row& row, int64_t begin, int64_t size, const AscentArgs& args) {
   with_dtype(row.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    options.adaptive ? perturb_of<T, true>(row, begin, size, options) : perturb_of<T, false>(row, begin, size, options);
+    args.adaptive ? perturb_of<T, true>(row, begin, size, args) : perturb_of<T, false>(row, begin, size, args);
   });
 }
 

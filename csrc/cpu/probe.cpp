@@ -1,6 +1,6 @@
 // Rademacher signs: written out as a tensor, or added to the parameters as x + h z.
 #include "block.h"
-#include "kernels.h"
+#include "launch.h"
 
 namespace sassha::SASSHA_ISA {
 namespace {

@@ -1,6 +1,6 @@
 // The update: restore, decay, both moving averages, bias correction, root, division, descent, in one pass.
 #include "block.h"
-#include "kernels.h"
+#include "launch.h"
 
 namespace sassha::SASSHA_ISA {
 namespace {
@@ -65,23 +65,23 @@ SASSHA_HD void add_squares(SquareSum& sum, const Compute<T>* m, const T* x, N n,
 }
 
 template <typename T, Power kPower, Product kProduct>
-Stepped step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
+Stepped step_of(const Row& row, int64_t begin, int64_t size, const StepArgs& args, bool stream) {
   using C = Compute<T>;
-  const StepScalars<C> s = rounded<C>(options.scalars[row.cohort]);
-  T* param = at<T>(options.apart ? row.backup : row.param, begin);
+  const StepScalars<C> s = rounded<C>(args.scalars[row.cohort]);
+  T* param = at<T>(args.in_state ? row.backup : row.param, begin);
   const T* backup = at<T>(row.backup, begin);
   const T* grad = at<T>(row.grad, begin);
   const T* product = at<T>(row.product, begin);
   C* exp_avg = at<C>(row.exp_avg, begin);
   C* hessian = at<C>(row.hessian, begin);
-  const Stream signs{options.seed, static_cast<uint32_t>(row.index), options.draw};
+  const Stream signs{args.seed, static_cast<uint32_t>(row.index), args.draw};
   Tally tally = {};
   SquareSum squares;
   if (s.skip != 0) {
     if (param != backup) memcpy(param, backup, static_cast<size_t>(size) * sizeof(T));
-    if (options.apart) {
+    if (args.in_state) {
       for_each_block(size, [&](int64_t offset, auto n) {
-        add_squares(squares, exp_avg + offset, backup + offset, n, options.adaptive);
+        add_squares(squares, exp_avg + offset, backup + offset, n, args.adaptive);
       });
     }
     return {tally, squares.total()};
@@ -98,7 +98,7 @@ Stepped step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& 
       C h[kBlock];
       const C* raw = load(product + offset, p_room, n);
       const bool finite = curvature_sample<kProduct>(raw, g, h, n, signs, begin + offset, s, tally);
-      if (sample_block(h, n, options.sample, finite)) {
+      if (sample_block(h, n, args.sample, finite)) {
         for (int64_t i = 0; i < n; ++i) {
           d[i] = curvature(d[i], h[i], s);
           denom[i] = denominator<kPower>(d[i], s.bias2, s);
@@ -116,44 +116,44 @@ Stepped step_of(const Row& row, int64_t begin, int64_t size, const StepOptions& 
       next[i] = descend(x[i], m[i], d[i], denom[i], s);
     }
     if constexpr (std::is_same_v<T, C>) {
-      if (options.stream) {  // never where x lives apart
+      if (stream) {  // never where x is kept in state
         stream_out(param + offset, next, n);
         return;
       }
-    } else if (options.round_at_random) {
-      const Stream noise{options.seed, static_cast<uint32_t>(row.index), options.noise_draw};
+    } else if (args.noise_draw != nullptr) {
+      const Stream noise{args.seed, static_cast<uint32_t>(row.index), static_cast<uint32_t>(*args.noise_draw)};
       round_stochastically<T>(next, n, noise, begin + offset, kUpdateNoise);
     }
     store(param + offset, next, n);
-    if (options.apart) add_squares(squares, m, param + offset, n, options.adaptive);
+    if (args.in_state) add_squares(squares, m, param + offset, n, args.adaptive);
   });
-  if (options.stream) stream_fence();
+  if (stream) stream_fence();
   return {tally, squares.total()};
 }
 
 template <typename T, Power kPower>
-Stepped step_with_power(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
-  switch (product_of(row)) {
+Stepped step_with_power(const Row& row, int64_t begin, int64_t size, const StepArgs& args, bool stream) {
+  switch (args.refresh ? product_of(row) : Product::kNone) {
     case Product::kNone:
-      return step_of<T, kPower, Product::kNone>(row, begin, size, options);
+      return step_of<T, kPower, Product::kNone>(row, begin, size, args, stream);
     case Product::kUnsigned:
-      return step_of<T, kPower, Product::kUnsigned>(row, begin, size, options);
+      return step_of<T, kPower, Product::kUnsigned>(row, begin, size, args, stream);
     case Product::kSigned:
-      return step_of<T, kPower, Product::kSigned>(row, begin, size, options);
+      return step_of<T, kPower, Product::kSigned>(row, begin, size, args, stream);
     default:
-      return step_of<T, kPower, Product::kProbed>(row, begin, size, options);
+      return step_of<T, kPower, Product::kProbed>(row, begin, size, args, stream);
   }
 }
 
 }  // namespace
 
-Stepped step(const Row& row, int64_t begin, int64_t size, const StepOptions& options) {
-  const double power = options.scalars[row.cohort].power;
+Stepped step(const Row& row, int64_t begin, int64_t size, const StepArgs& args, bool stream) {
+  const double power = args.scalars[row.cohort].power;
   return with_dtype(row.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (power == 0.5) return step_with_power<T, Power::kHalf>(row, begin, size, options);
-    if (power == 1.0) return step_with_power<T, Power::kOne>(row, begin, size, options);
-    return step_with_power<T, Power::kGeneral>(row, begin, size, options);
+    if (power == 0.5) return step_with_power<T, Power::kHalf>(row, begin, size, args, stream);
+    if (power == 1.0) return step_with_power<T, Power::kOne>(row, begin, size, args, stream);
+    return step_with_power<T, Power::kGeneral>(row, begin, size, args, stream);
   });
 }
 

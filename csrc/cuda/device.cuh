@@ -69,20 +69,6 @@ __device__ __forceinline__ V shuffle_down(V value, int delta) {
 #endif
 }
 
-// threadIdx.x, read again: the special register costs nothing to keep.
-__device__ __forceinline__ int thread_index() {
-#if defined(__HIPCC__)
-  return static_cast<int>(threadIdx.x);
-#else
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-#endif
-}
-
-// Keeps what was read from shared memory before from staying in registers.
-__device__ __forceinline__ void forget_shared() { asm volatile("" ::: "memory"); }
-
 // An address from a table as a pointer of which the compiler knows that it is global: it then takes LDG and STG, and
 // sees that no store reaches shared memory.
 __device__ __forceinline__ void* global_pointer(int64_t address) {
@@ -95,7 +81,7 @@ __device__ __forceinline__ void* global_pointer(int64_t address) {
 
 using Vector = uint4;
 
-// One access of 128 bits each. Spelled out, because the compiler takes an assignment apart where it sees fit.
+// One access of 128 bits each. Spelled out, because the compiler splits an assignment where it sees fit.
 __device__ __forceinline__ Vector read_vector(const Vector* from) {
 #if defined(__HIPCC__)
   return *from;

@@ -12,26 +12,33 @@ __device__ __forceinline__ GapSums block_sum(const GapSums& sums) {
   return {values[0], values[1], values[2]};
 }
 
+// Gradients of the first pass and of the second.
+template <typename T, int kWidth>
+struct GapOperands {
+  Elements<T, kWidth> g, g2;
+};
+
 template <typename T>
-__global__ void __launch_bounds__(kThreads) gap_sums_kernel(Table table, GapSums* partials) {
-  using C = Compute<T>;
+__global__ void __launch_bounds__(kThreads, blocks_for(2)) gap_sums_kernel(Table table, GapSums* partials) {
   const Piece piece = piece_of(table);
   const T* grad = at<const T>(piece.row.grad, piece.begin);
   const T* first = at<const T>(piece.row.first, piece.begin);
   GapSums sums = {0, 0, 0};
-  const Extent extent = extent_of<kVector<T>>(piece.size, aligned(piece.row.grad, piece.row.first));
-  for_each<kVector<T>>(extent, [&](auto width, int offset) {
-    constexpr int n = decltype(width)::value;
-    C g[n], g2[n];
-    load(first + offset, g);
-    load(grad + offset, g2);
+  for_each<kVector<T>, 1>(
+      extent_of<kVector<T>>(piece.size, aligned(piece.row.grad, piece.row.first)),
+      [&](auto width, int offset) {
+        constexpr int n = decltype(width)::value;
+        return GapOperands<T, n>{load<n>(first + offset), load<n>(grad + offset)};
+      },
+      [&](auto width, int, const auto& in) {
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
-      sums.first = add_square(sums.first, g[j]);
-      sums.dot = add_product(sums.dot, g[j], g2[j]);
-      sums.second = add_square(sums.second, g2[j]);
-    }
-  });
+        for (int j = 0; j < decltype(width)::value; ++j) {
+          const double g = widen(in.g[j]), g2 = widen(in.g2[j]);
+          sums.first = add_square(sums.first, g);
+          sums.dot = add_product(sums.dot, g, g2);
+          sums.second = add_square(sums.second, g2);
+        }
+      });
   sums = block_sum(sums);
   if (threadIdx.x == 0) partials[blockIdx.x] = sums;
 }
@@ -51,23 +58,27 @@ static __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocks) decompose_kernel(Table table, const GapScales* scales) {
+__global__ void __launch_bounds__(kThreads, blocks_for(2)) decompose_kernel(Table table, const GapScales* scales) {
   using C = Compute<T>;
   const Piece piece = piece_of(table);
   T* grad = at<T>(piece.row.grad, piece.begin);
   const T* first = at<const T>(piece.row.first, piece.begin);
   const C alpha = scales[piece.row.group].alpha, share = scales[piece.row.group].share;
   if (alpha == 0) return;  // selected, not multiplied: 0 * inf would be NaN
-  const Extent extent = extent_of<kVector<T>>(piece.size, aligned(piece.row.grad, piece.row.first));
-  for_each<kVector<T>>(extent, [&](auto width, int offset) {
-    constexpr int n = decltype(width)::value;
-    C g[n], g2[n];
-    load(first + offset, g);
-    load(grad + offset, g2);
+  for_each<kVector<T>, 1>(
+      extent_of<kVector<T>>(piece.size, aligned(piece.row.grad, piece.row.first)),
+      [&](auto width, int offset) {
+        constexpr int n = decltype(width)::value;
+        return GapOperands<T, n>{load<n>(first + offset), load<n>(grad + offset)};
+      },
+      [&](auto width, int offset, const auto& in) {
+        Elements<C, decltype(width)::value> next;
 #pragma unroll
-    for (int j = 0; j < n; ++j) g2[j] = descent(g2[j], g[j], alpha, share);
-    store(grad + offset, g2);
-  });
+        for (int j = 0; j < decltype(width)::value; ++j) {
+          next[j] = descent(widen(in.g2[j]), widen(in.g[j]), alpha, share);
+        }
+        store(grad + offset, next);
+      });
 }
 
 }  // namespace sassha::cuda

@@ -8,16 +8,25 @@ namespace sassha::cuda {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
-// Blocks that a multiprocessor must have room for, which bounds the registers of a thread: three quarters of its
-// threads (all of them on sm_75, which has half as many), and half as many for an update whose vectors have eight
-// elements or whose numbers take two registers.
+// A pass is bound by memory if enough bytes are on their way to a multiprocessor at any time: this many on every GPU
+// from sm_80 on. A thread asks for all operands of a turn before it uses any, and the bound on its registers leaves
+// room for as many blocks as that takes. `make prove-gpu` reads both from machine code.
+constexpr int kBytesInFlight = 40 << 10;
+
+// Blocks that a multiprocessor must have room for if a thread of a pass asks for so many vectors of 16 bytes at once.
+constexpr int blocks_for(int vectors) {
+  const int bytes = kThreads * vectors * kVectorBytes;
+  const int blocks = (kBytesInFlight + bytes - 1) / bytes;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kBlocks = 4;
+  return blocks < 4 ? blocks : 4;  // sm_75 has room for 1024 threads
 #else
-constexpr int kBlocks = 6;
+  return blocks;
 #endif
+}
+
+// Vectors of m or D beside one of parameters: those of two-byte types have state of four bytes.
 template <typename T>
-constexpr int kStepBlocks = sizeof(T) == 4 ? kBlocks : kBlocks / 2;
+constexpr int kStateVectors = static_cast<int>(sizeof(Compute<T>) / sizeof(T));
 
 // A list of rows in device memory.
 struct Table {
@@ -56,25 +65,43 @@ __device__ __forceinline__ Extent extent_of(int size, bool wide) {
   return {size, wide ? size - size % kWidth : 0};
 }
 
-// Calls f(Width<n>, offset) for the elements of this thread: vectors as far as they go if all addresses allow it, and
-// single elements. Loops are not unrolled: with 2048 threads on a multiprocessor one vector each of every operand is
-// several times what keeps the memory busy, and registers are what limits the number of threads.
-template <int kWidth, typename F>
-__device__ __forceinline__ void for_each(const Extent& extent, const F& f) {
+// Takes the elements of this thread: vectors as far as they go if all addresses allow it, and single elements. For each
+// it calls load(Width<n>, offset), which returns the operands, and work(Width<n>, offset, operands). The operands of
+// kAhead vectors are loaded before work begins.
+template <int kWidth, int kAhead, typename Load, typename Work>
+__device__ __forceinline__ void for_each(const Extent& extent, const Load& load, const Work& work) {
+  constexpr int kStride = kThreads * kWidth;
+  int i = static_cast<int>(threadIdx.x) * kWidth;
+  if constexpr (kAhead > 1) {
 #pragma unroll 1
-  for (int i = thread_index() * kWidth; i < extent.whole; i += kThreads * kWidth) f(Width<kWidth>{}, i);
+    for (; i + (kAhead - 1) * kStride < extent.whole; i += kAhead * kStride) {
+      decltype(load(Width<kWidth>{}, i)) operands[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) operands[k] = load(Width<kWidth>{}, i + k * kStride);
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) work(Width<kWidth>{}, i + k * kStride, operands[k]);
+    }
+  }
 #pragma unroll 1
-  for (int i = extent.whole + thread_index(); i < extent.size; i += kThreads) f(Width<1>{}, i);
+  for (; i < extent.whole; i += kStride) work(Width<kWidth>{}, i, load(Width<kWidth>{}, i));
+#pragma unroll 1
+  for (i = extent.whole + static_cast<int>(threadIdx.x); i < extent.size; i += kThreads) {
+    work(Width<1>{}, i, load(Width<1>{}, i));
+  }
 }
 
+// Vectors that a thread of a pass with few operands loads of each at once.
+constexpr int kPair = 2;
+
 // Copies bits, whatever they mean.
-template <typename T>
+template <typename T, int kAhead = 1>
 __device__ __forceinline__ void copy(const Piece& piece, int64_t to, int64_t from) {
-  for_each<kVector<T>>(extent_of<kVector<T>>(piece.size, aligned(to, from)), [&](auto width, int offset) {
-    T raw[decltype(width)::value];
-    load_raw(at<const T>(from, piece.begin + offset), raw);
-    store_raw(at<T>(to, piece.begin + offset), raw);
-  });
+  T* target = at<T>(to, piece.begin);
+  const T* source = at<const T>(from, piece.begin);
+  for_each<kVector<T>, kAhead>(
+      extent_of<kVector<T>>(piece.size, aligned(to, from)),
+      [&](auto width, int offset) { return load<decltype(width)::value>(source + offset); },
+      [&](auto, int offset, const auto& values) { store(target + offset, values); });
 }
 
 // ---- random bits ---------------------------------------------------------------------------------------------
@@ -98,8 +125,8 @@ __device__ __forceinline__ uint32_t signs_at(const uint32_t* words, int offset) 
 
 // Rounds values to the grid of a reduced type at random, so that their expectation is kept.
 template <typename T, int kWidth>
-__device__ __forceinline__ void round_stochastically(float (&values)[kWidth], const Stream& stream, int64_t element,
-                                                     Domain domain) {
+__device__ __forceinline__ void round_stochastically(Elements<float, kWidth>& values, const Stream& stream,
+                                                     int64_t element, Domain domain) {
   static_assert(kWidth == 1 || kWidth == kNoisePerCall, "a vector takes the noise of one call");
   const Bits128 noise = noise_bits(stream, element / kNoisePerCall, domain);
   const int first = static_cast<int>(element % kNoisePerCall);

@@ -5,23 +5,37 @@
 
 namespace sassha::cuda {
 
+template <typename T, int kWidth>
+struct NormOperands {
+  Elements<T, kWidth> v, x;
+};
+
 template <typename T, bool kAdaptive>
-__global__ void __launch_bounds__(kThreads) square_sum_kernel(Table table, PartialSum* partials) {
+__global__ void __launch_bounds__(kThreads, blocks_for(kPair*(kAdaptive ? 2 : 1)))
+    square_sum_kernel(Table table, int column, PartialSum* partials) {
   using C = Compute<T>;
   const Piece piece = piece_of(table);
-  const T* grad = at<const T>(piece.row.grad, piece.begin);
+  const int64_t address = address_in(piece.row, column);
+  const T* values = at<const T>(address, piece.begin);
   const T* param = at<const T>(piece.row.param, piece.begin);
+  const bool wide = kAdaptive ? aligned(address, piece.row.param) : aligned(address);
   double sum[1] = {0};
-  const Extent extent =
-      extent_of<kVector<T>>(piece.size, kAdaptive ? aligned(piece.row.grad, piece.row.param) : aligned(piece.row.grad));
-  for_each<kVector<T>>(extent, [&](auto width, int offset) {
-    constexpr int n = decltype(width)::value;
-    C g[n], x[n];
-    load(grad + offset, g);
-    if constexpr (kAdaptive) load(param + offset, x);
+  for_each<kVector<T>, kPair>(
+      extent_of<kVector<T>>(piece.size, wide),
+      [&](auto width, int offset) {
+        constexpr int n = decltype(width)::value;
+        NormOperands<T, n> in = {};
+        in.v = load<n>(values + offset);
+        if constexpr (kAdaptive) in.x = load<n>(param + offset);
+        return in;
+      },
+      [&](auto width, int, const auto& in) {
 #pragma unroll
-    for (int j = 0; j < n; ++j) sum[0] = add_square(sum[0], kAdaptive ? absolute(x[j]) * g[j] : g[j]);
-  });
+        for (int j = 0; j < decltype(width)::value; ++j) {
+          const C v = widen(in.v[j]);
+          sum[0] = add_square(sum[0], kAdaptive ? absolute(widen(in.x[j])) * v : v);
+        }
+      });
   block_sum(sum);
   if (threadIdx.x == 0) partials[blockIdx.x] = {sum[0], piece.row.group};
 }

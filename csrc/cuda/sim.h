@@ -239,10 +239,6 @@ void launch(const char*, void (*kernel)(Params...), int64_t blocks, int threads,
 
 inline double shuffle_down(double value, int delta) { return sim::machine().shuffle_down(value, delta); }
 
-inline int thread_index() { return static_cast<int>(threadIdx.x); }
-
-inline void forget_shared() { asm volatile("" ::: "memory"); }
-
 inline void* global_pointer(int64_t address) { return reinterpret_cast<void*>(address); }
 
 struct alignas(16) Vector {

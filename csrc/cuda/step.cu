@@ -16,45 +16,44 @@ void with_power(std::optional<double> power, const F& f) {
   f(PowerTag<Power::kGeneral>{});
 }
 
-template <bool kApart>
-void launch_step(const DeviceRows& rows, const StepArgs& args, std::optional<double> power, PartialSum* squares,
-                 Queue queue) {
+template <bool kInState>
+void launch_step(const DeviceRows& rows, const StepArgs& args, std::optional<double> power, PartialSum* squares) {
   rows.for_each_dtype([&](auto tag, const Table& table, int64_t chunks, int64_t first) {
     using T = typename decltype(tag)::type;
     with_power(power, [&](auto p) {
-      launch("step", step_kernel<T, decltype(p)::value, kApart>, chunks, kThreads, queue, table, args,
-             kApart ? squares + first : nullptr);
+      launch("step", step_kernel<T, decltype(p)::value, kInState>, chunks, kThreads, rows.queue, table, args,
+             kInState ? squares + first : nullptr);
     });
   });
 }
 
-template <bool kApart>
+template <bool kInState>
 void launch_refresh_step(const DeviceRows& rows, const StepArgs& args, std::optional<double> power, Tally* partials,
-                         PartialSum* squares, Queue queue) {
+                         PartialSum* squares) {
   rows.for_each_dtype([&](auto tag, const Table& table, int64_t chunks, int64_t first) {
     using T = typename decltype(tag)::type;
     with_power(power, [&](auto p) {
-      launch("refresh_step", refresh_step_kernel<T, decltype(p)::value, kApart>, chunks, kThreads, queue, table, args,
-             partials + first, kApart ? squares + first : nullptr);
+      launch("refresh_step", refresh_step_kernel<T, decltype(p)::value, kInState>, chunks, kThreads, rows.queue, table,
+             args, partials + first, kInState ? squares + first : nullptr);
     });
   });
 }
 
 }  // namespace
 
-void step(const DeviceRows& rows, const StepArgs& args, std::optional<double> power,
-          const std::optional<Tallies>& tallies, const std::optional<GroupSums>& squares, Queue queue) {
-  PartialSum* const partial_squares = squares ? squares->partials : nullptr;
-  if (tallies) {
-    const auto launcher = squares ? launch_refresh_step<true> : launch_refresh_step<false>;
-    launcher(rows, args, power, tallies->partials, partial_squares, queue);
-    launch("refresh_step", finish_tallies_kernel, rows.size, kThreads, queue, rows.spans(),
-           static_cast<const Tally*>(tallies->partials), tallies->totals);
+void Cuda::step(const DeviceRows& rows, const StepArgs& args, const StepSums& sums, std::optional<double> power) {
+  Tally* tallies = args.refresh ? rows.of_every_chunk<Tally>() : nullptr;
+  PartialSum* squares = args.in_state ? rows.of_every_chunk<PartialSum>() : nullptr;
+  if (args.refresh) {
+    const auto launcher = args.in_state ? launch_refresh_step<true> : launch_refresh_step<false>;
+    launcher(rows, args, power, tallies, squares);
+    launch("refresh_step", finish_tallies_kernel, rows.size, kThreads, rows.queue, rows.spans(),
+           static_cast<const Tally*>(tallies), sums.tallies);
   } else {
-    const auto launcher = squares ? launch_step<true> : launch_step<false>;
-    launcher(rows, args, power, partial_squares, queue);
+    const auto launcher = args.in_state ? launch_step<true> : launch_step<false>;
+    launcher(rows, args, power, squares);
   }
-  if (squares) finish_sums(rows, *squares, queue);
+  if (args.in_state) finish_sums(rows, squares, sums.squares);
 }
 
 }  // namespace sassha::cuda

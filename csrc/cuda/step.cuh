@@ -5,14 +5,26 @@
 
 namespace sassha::cuda {
 
-// What one thread saw of a refresh.
-struct Count {
-  double trace;
-  int negative;
-  int finite;
+template <typename T, int kWidth>
+struct StepOperands {
+  Elements<T, kWidth> x, g, product;
+  Elements<Compute<T>, kWidth> m, d;
 };
 
-// kGeneral stands for any mixture of powers; the kernels of the usual two have no branch and few registers.
+// Vectors of every operand that an ordinary update asks for at once. The power of a double takes so many registers that
+// there is room for two blocks alone, which then ask for twice as much.
+template <typename T, Power kPower>
+constexpr int kStepAhead = sizeof(T) == 8 && kPower == Power::kGeneral ? kPair : 1;
+
+// What one thread adds up.
+struct StepCount {
+  double trace = 0;  // of a refresh, as in Tally
+  int negative = 0;
+  int finite = 0;
+  double squares = 0;  // of m, where x is kept in state
+};
+
+// kGeneral stands for any mixture of powers; the kernels of the usual two have no branch.
 template <Power kPower, typename C>
 __device__ __forceinline__ C any_denominator(C d, C bias2, const StepScalars<C>& s) {
   if constexpr (kPower == Power::kGeneral) {
@@ -22,186 +34,154 @@ __device__ __forceinline__ C any_denominator(C d, C bias2, const StepScalars<C>&
   return denominator<kPower>(d, bias2, s);
 }
 
-// What all threads of a block need. It lies in shared memory: registers are what limits the number of threads, and
-// these would take thirty.
-template <typename C>
-struct Common {
-  Row row;
-  int64_t begin;
-  Extent extent;
-  StepScalars<C> scalars;
-  uint32_t noise_draw;
-  uint32_t words[kSignWords];  // signs of a refresh
-
-  // Reads this memory: a piece of the table would stay in registers.
-  __device__ Piece piece() const { return {row, begin, extent.size}; }
-};
-
-// Where x lives apart the update writes it back to the backup. Ends in a barrier.
-template <typename T, bool kApart, typename C>
-__device__ __forceinline__ void share(Common<C>& common, const Piece& piece, const StepArgs& args) {
-  if (threadIdx.x == 0) {
-    const Row& row = piece.row;
-    const int64_t updated = kApart ? row.backup : row.param;
-    const bool wide = aligned(updated, row.backup, row.grad, row.exp_avg, row.hessian, row.product);
-    common.row = row;
-    common.row.param = updated;
-    common.begin = piece.begin;
-    common.extent = extent_of<kVector<T>>(piece.size, wide);
-    common.scalars = rounded<C>(args.scalars[row.cohort]);
-    if (sizeof(T) == 2 && args.noise_draw != nullptr) common.noise_draw = static_cast<uint32_t>(*args.noise_draw);
-  }
-  __syncthreads();
+// The square of m, or of |x| m for x as it is stored.
+template <typename T>
+__device__ __forceinline__ double add_momentum(double sum, Compute<T> m, T x, bool adaptive) {
+  return add_square(sum, adaptive ? absolute(widen(x)) * m : m);
 }
 
-// Adds squares of m, or of |x| m for x as it is stored, to the sum of this thread.
-template <typename T, int kWidth>
-__device__ __forceinline__ void add_squares(double* squares, const Compute<T> (&m)[kWidth],
-                                            const Compute<T> (&x)[kWidth], bool adaptive) {
-  double sum = squares[thread_index()];
+// Leaves m and D as they are, and x, which returns to the parameter unless it is kept in state.
+template <typename T, bool kInState>
+__device__ __forceinline__ StepCount skip_piece(const Piece& piece, const StepArgs& args) {
+  StepCount count;
+  if constexpr (kInState) {
+    const T* backup = at<const T>(piece.row.backup, piece.begin);
+    const Compute<T>* exp_avg = at<const Compute<T>>(piece.row.exp_avg, piece.begin);
+    for_each<kVector<T>, 1>(
+        extent_of<kVector<T>>(piece.size, aligned(piece.row.backup, piece.row.exp_avg)),
+        [&](auto width, int offset) {
+          constexpr int n = decltype(width)::value;
+          StepOperands<T, n> in;
+          in.x = load<n>(backup + offset);
+          in.m = load<n>(exp_avg + offset);
+          return in;
+        },
+        [&](auto width, int, const auto& in) {
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    sum = add_square(sum, adaptive ? absolute(widen(narrow<T>(x[j]))) * m[j] : m[j]);
-  }
-  squares[thread_index()] = sum;
-}
-
-// Leaves m and D as they are, and x, which returns to the parameter unless it lives apart.
-template <typename T, bool kApart>
-__device__ __forceinline__ void skip_piece(const Common<Compute<T>>& common, const StepArgs& args, double* squares) {
-  if constexpr (kApart) {
-    for_each<kVector<T>>(common.extent, [&](auto width, int offset) {
-      Compute<T> x[decltype(width)::value], m[decltype(width)::value];
-      load(at<const T>(common.row.backup, common.begin + offset), x);
-      load(at<const Compute<T>>(common.row.exp_avg, common.begin + offset), m);
-      add_squares<T>(squares, m, x, args.adaptive);
-    });
+          for (int j = 0; j < decltype(width)::value; ++j) {
+            count.squares = add_momentum<T>(count.squares, in.m[j], in.x[j], args.adaptive);
+          }
+        });
   } else {
-    copy<T>(common.piece(), common.row.param, common.row.backup);
+    copy<T>(piece, piece.row.param, piece.row.backup);
   }
+  return count;
 }
 
-template <typename T, Power kPower, bool kRefresh, bool kApart>
-__device__ __forceinline__ void step_piece(const Common<Compute<T>>& common, const StepArgs& args, Count* counts,
-                                           double* squares) {
+// `words` are the signs of a refresh.
+template <typename T, Power kPower, bool kRefresh, bool kInState, int kAhead>
+__device__ __forceinline__ StepCount step_piece(const Piece& piece, const StepScalars<Compute<T>>& s,
+                                                const StepArgs& args, const uint32_t* words) {
   using C = Compute<T>;
-  const StepScalars<C>& s = common.scalars;
-  const Row& row = common.row;
-  for_each<kVector<T>>(common.extent, [&](auto width, int offset) {
-    constexpr int n = decltype(width)::value;
-    C x[n], g[n], m[n], d[n], denom[n];
-    forget_shared();
-    load(at<const T>(row.grad, common.begin + offset), g);
-    load(at<const C>(row.hessian, common.begin + offset), d);
-    uint32_t unknown = 0;  // a bit for each element without curvature
-    if constexpr (kRefresh) {
-      C h[n];
-      load(at<const T>(row.product, common.begin + offset), h);
-      const uint32_t signs = signs_at(common.words, offset);
-      Count seen = counts[thread_index()];
+  const Row& row = piece.row;
+  const int64_t target = kInState ? row.backup : row.param;
+  T* updated = at<T>(target, piece.begin);
+  const T* backup = at<const T>(row.backup, piece.begin);
+  const T* grad = at<const T>(row.grad, piece.begin);
+  const T* product = at<const T>(row.product, piece.begin);
+  C* exp_avg = at<C>(row.exp_avg, piece.begin);
+  C* hessian = at<C>(row.hessian, piece.begin);
+  const bool wide = aligned(target, row.backup, row.grad, row.exp_avg, row.hessian, kRefresh ? row.product : 0);
+  const bool probed = row.flags & kProbeGradient, at_random = sizeof(T) == 2 && args.noise_draw != nullptr;
+  const Stream noise{args.seed, static_cast<uint32_t>(row.index),
+                     at_random ? static_cast<uint32_t>(*args.noise_draw) : 0};
+  StepCount count;
+  for_each<kVector<T>, kAhead>(
+      extent_of<kVector<T>>(piece.size, wide),
+      [&](auto width, int offset) {
+        constexpr int n = decltype(width)::value;
+        StepOperands<T, n> in;
+        in.x = load<n>(backup + offset);
+        in.g = load<n>(grad + offset);
+        in.m = load<n>(exp_avg + offset);
+        in.d = load<n>(hessian + offset);
+        if constexpr (kRefresh) in.product = load<n>(product + offset);
+        return in;
+      },
+      [&](auto width, int offset, const auto& in) {
+        constexpr int n = decltype(width)::value;
+        [[maybe_unused]] const uint32_t signs = kRefresh ? signs_at(words, offset) : 0;
+        Elements<C, n> x, m, d;
 #pragma unroll
-      for (int j = 0; j < n; ++j) {
-        forget_shared();
-        const C hz = (row.flags & kProbeGradient ? h[j] - g[j] : h[j]) * s.product_scale;
-        h[j] = times_sign(hz, (signs >> j) & 1u);
-        const bool known = is_finite(h[j]);
-        seen.trace += known ? static_cast<double>(h[j]) : 0.0;
-        seen.negative += known && h[j] < 0 ? 1 : 0;
-        seen.finite += known ? 1 : 0;
-        h[j] = sampled(h[j], args.sample);
-      }
-      counts[thread_index()] = seen;
+        for (int j = 0; j < n; ++j) {
+          const C g = widen(in.g[j]);
+          C bias2 = s.bias2;
+          d[j] = in.d[j];
+          if constexpr (kRefresh) {
+            const C raw = widen(in.product[j]);
+            const C h = times_sign((probed ? raw - g : raw) * s.product_scale, (signs >> j) & 1u);
+            const bool finite = is_finite(h);
+            count.trace += finite ? static_cast<double>(h) : 0.0;
+            count.negative += finite && h < 0 ? 1 : 0;
+            count.finite += finite ? 1 : 0;
+            // A sample that is not finite leaves D and its correction as they were.
+            const C sample = sampled(h, args.sample);
+            const bool known = is_finite(sample);
+            d[j] = known ? curvature(d[j], sample, s) : d[j];
+            bias2 = known ? s.bias2 : s.bias2_kept;
+          }
+          m[j] = momentum(in.m[j], g, s);
+          x[j] = descend(widen(in.x[j]), m[j], d[j], any_denominator<kPower>(d[j], bias2, s), s);
+        }
+        if constexpr (sizeof(T) == 2) {
+          if (at_random) round_stochastically<T>(x, noise, piece.begin + offset, kUpdateNoise);
+        }
+        store(updated + offset, x);
+        store(exp_avg + offset, m);
+        if constexpr (kRefresh) store(hessian + offset, d);
+        if constexpr (kInState) {
 #pragma unroll
-      for (int j = 0; j < n; ++j) {
-        forget_shared();
-        // A sample that is not finite leaves D and its correction as they were.
-        const bool known = is_finite(h[j]);
-        d[j] = known ? curvature(d[j], h[j], s) : d[j];
-        denom[j] = any_denominator<kPower>(d[j], known ? s.bias2 : s.bias2_kept, s);
-        unknown |= static_cast<uint32_t>(is_unknown(d[j])) << j;
-      }
-      forget_shared();
-      store(at<C>(row.hessian, common.begin + offset), d);
-      forget_shared();  // the other operands are read only now, when the registers of these are free again
-    } else {
-#pragma unroll
-      for (int j = 0; j < n; ++j) {
-        forget_shared();
-        denom[j] = any_denominator<kPower>(d[j], s.bias2, s);
-        unknown |= static_cast<uint32_t>(is_unknown(d[j])) << j;
-      }
-    }
-    load(at<const T>(row.backup, common.begin + offset), x);
-    load(at<const C>(row.exp_avg, common.begin + offset), m);
-#pragma unroll
-    for (int j = 0; j < n; ++j) {
-      forget_shared();
-      m[j] = momentum(m[j], g[j], s);
-      x[j] = descend(x[j], m[j], times_sign(C(0), (unknown >> j) & 1u), denom[j], s);
-    }
-    if constexpr (sizeof(T) == 2) {
-      if (args.noise_draw != nullptr) {
-        const Stream noise{args.seed, static_cast<uint32_t>(row.index), common.noise_draw};
-        round_stochastically<T>(x, noise, common.begin + offset, kUpdateNoise);
-      }
-    }
-    forget_shared();
-    store(at<T>(row.param, common.begin + offset), x);
-    store(at<C>(row.exp_avg, common.begin + offset), m);
-    if constexpr (kApart) add_squares<T>(squares, m, x, args.adaptive);
-  });
+          for (int j = 0; j < n; ++j) {
+            count.squares = add_momentum<T>(count.squares, m[j], narrow<T>(x[j]), args.adaptive);
+          }
+        }
+      });
+  return count;
 }
 
-__device__ __forceinline__ void write_squares(const double* squares, int64_t group, PartialSum* partials) {
-  double sum[1] = {squares[threadIdx.x]};
+__device__ __forceinline__ void write_squares(const StepCount& count, int64_t group, PartialSum* partials) {
+  double sum[1] = {count.squares};
   block_sum(sum);
   if (threadIdx.x == 0) partials[blockIdx.x] = {sum[0], group};
 }
 
-template <typename T, Power kPower, bool kApart>
-__global__ void __launch_bounds__(kThreads, kStepBlocks<T>)
+template <typename T, Power kPower, bool kInState>
+__global__ void __launch_bounds__(kThreads, blocks_for(kStepAhead<T, kPower> * (2 + 2 * kStateVectors<T>)))
     step_kernel(Table table, StepArgs args, PartialSum* partial_squares) {
-  __shared__ Common<Compute<T>> common;
-  __shared__ double squares[kThreads];  // its own for every thread, and in shared memory for the sake of registers
-  share<T, kApart>(common, piece_of(table), args);
-  if constexpr (kApart) squares[threadIdx.x] = 0;
-  if (common.scalars.skip != 0) {
-    skip_piece<T, kApart>(common, args, squares);
-  } else {
-    step_piece<T, kPower, false, kApart>(common, args, nullptr, squares);
-  }
-  if constexpr (kApart) write_squares(squares, common.row.group, partial_squares);
+  const Piece piece = piece_of(table);
+  const auto s = rounded<Compute<T>>(args.scalars[piece.row.cohort]);
+  const StepCount count = s.skip != 0
+                              ? skip_piece<T, kInState>(piece, args)
+                              : step_piece<T, kPower, false, kInState, kStepAhead<T, kPower>>(piece, s, args, nullptr);
+  if constexpr (kInState) write_squares(count, piece.row.group, partial_squares);
 }
 
 // Rows without a product take the ordinary update.
-template <typename T, Power kPower, bool kApart>
-__global__ void __launch_bounds__(kThreads, kStepBlocks<T>)
+template <typename T, Power kPower, bool kInState>
+__global__ void __launch_bounds__(kThreads, blocks_for(3 + 2 * kStateVectors<T>))
     refresh_step_kernel(Table table, StepArgs args, Tally* partials, PartialSum* partial_squares) {
-  __shared__ Common<Compute<T>> common;
-  __shared__ Count counts[kThreads];  // like the squares
-  __shared__ double squares[kThreads];
-  share<T, kApart>(common, piece_of(table), args);
-  const Product product = product_of(common.row);
-  counts[threadIdx.x] = {0, 0, 0};
-  if constexpr (kApart) squares[threadIdx.x] = 0;
-  if (common.scalars.skip != 0) {
-    skip_piece<T, kApart>(common, args, squares);
+  __shared__ uint32_t words[kSignWords];
+  const Piece piece = piece_of(table);
+  const auto s = rounded<Compute<T>>(args.scalars[piece.row.cohort]);
+  const Product product = product_of(piece.row);
+  StepCount count;
+  if (s.skip != 0) {
+    count = skip_piece<T, kInState>(piece, args);
   } else if (product == Product::kNone) {
-    step_piece<T, kPower, false, kApart>(common, args, nullptr, squares);
+    count = step_piece<T, kPower, false, kInState, 1>(piece, s, args, nullptr);
   } else {
     if (product == Product::kSigned) {  // has its signs already: every further one is +1
-      for (int i = static_cast<int>(threadIdx.x); i < kSignWords; i += kThreads) common.words[i] = 0;
+      for (int i = static_cast<int>(threadIdx.x); i < kSignWords; i += kThreads) words[i] = 0;
       __syncthreads();
     } else {
-      draw_signs(common.words, {args.seed, static_cast<uint32_t>(common.row.index), args.draw}, common.piece());
+      draw_signs(words, {args.seed, static_cast<uint32_t>(piece.row.index), args.draw}, piece);
     }
-    step_piece<T, kPower, true, kApart>(common, args, counts, squares);
+    count = step_piece<T, kPower, true, kInState, 1>(piece, s, args, words);
   }
-  const Count count = counts[threadIdx.x];
   double sums[3] = {count.trace, static_cast<double>(count.negative), static_cast<double>(count.finite)};
   block_sum(sums);
   if (threadIdx.x == 0) partials[blockIdx.x] = {sums[0], sums[1], sums[2]};
-  if constexpr (kApart) write_squares(squares, common.row.group, partial_squares);
+  if constexpr (kInState) write_squares(count, piece.row.group, partial_squares);
 }
 
 // One block for each row.

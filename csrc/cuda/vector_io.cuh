@@ -1,5 +1,5 @@
-// Access to kWidth neighbouring elements in their compute type: 128 bits at a time where the address allows it, one
-// element where it does not.
+// Access to kWidth neighbouring elements: 128 bits at a time where the address allows it, one element where it does
+// not.
 #pragma once
 
 #include "../types.h"
@@ -24,48 +24,52 @@ __device__ __forceinline__ bool aligned(A... addresses) {
   return ((addresses % kVectorBytes == 0) && ...);
 }
 
+template <typename V, int kWidth>
+struct Elements {
+  __device__ __forceinline__ V& operator[](int j) { return values[j]; }
+  __device__ __forceinline__ const V& operator[](int j) const { return values[j]; }
+
+  V values[kWidth];
+};
+
 template <int kWidth, typename T>
-__device__ __forceinline__ void load_raw(const T* from, T (&to)[kWidth]) {
+__device__ __forceinline__ Elements<T, kWidth> load(const T* from) {
+  Elements<T, kWidth> out;
   if constexpr (kWidth == 1) {
-    to[0] = *from;
+    out[0] = *from;
   } else {
     constexpr int kPieces = kWidth * static_cast<int>(sizeof(T)) / kVectorBytes;
     check_vector_address(from);
     Vector pieces[kPieces];
 #pragma unroll
     for (int k = 0; k < kPieces; ++k) pieces[k] = read_vector(reinterpret_cast<const Vector*>(from) + k);
-    memcpy(to, pieces, sizeof(to));
+    memcpy(&out, pieces, sizeof(out));
   }
+  return out;
 }
 
-template <int kWidth, typename T>
-__device__ __forceinline__ void store_raw(T* to, const T (&from)[kWidth]) {
+// Rounds values to nearest that are not of type T.
+template <int kWidth, typename T, typename V>
+__device__ __forceinline__ void store(T* to, const Elements<V, kWidth>& from) {
+  Elements<T, kWidth> out;
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    if constexpr (std::is_same_v<T, V>) {
+      out[j] = from[j];
+    } else {
+      out[j] = narrow<T>(from[j]);
+    }
+  }
   if constexpr (kWidth == 1) {
-    *to = from[0];
+    *to = out[0];
   } else {
     constexpr int kPieces = kWidth * static_cast<int>(sizeof(T)) / kVectorBytes;
     check_vector_address(to);
     Vector pieces[kPieces];
-    memcpy(pieces, from, sizeof(from));
+    memcpy(pieces, &out, sizeof(out));
 #pragma unroll
     for (int k = 0; k < kPieces; ++k) write_vector(reinterpret_cast<Vector*>(to) + k, pieces[k]);
   }
-}
-
-template <int kWidth, typename T>
-__device__ __forceinline__ void load(const T* from, Compute<T> (&to)[kWidth]) {
-  T raw[kWidth];
-  load_raw(from, raw);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) to[j] = widen(raw[j]);
-}
-
-template <int kWidth, typename T>
-__device__ __forceinline__ void store(T* to, const Compute<T> (&from)[kWidth]) {
-  T raw[kWidth];
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) raw[j] = narrow<T>(from[j]);
-  store_raw(to, raw);
 }
 
 }  // namespace sassha::cuda

@@ -11,8 +11,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from transformers import Trainer
 
-from ..base import SecondOrder
-from ..momentum import MSASSHA
+from .._core.optimizer import FusedOptimizer
+from ..msassha import MSASSHA
 from .replay import Replay, TrueWeights, numbers
 
 __all__ = ["SasshaMixin", "SasshaTrainer"]
@@ -62,7 +62,7 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
         run = partial(super().training_step, model, inputs, *args, **kwargs)
         replay.begin(run)
         try:
-            with replay.opt._unsynced(), replay.forward_context(), replay.backward_context():
+            with replay.unsynced(), replay.forward_context(), replay.backward_context():
                 loss = run()
         except BaseException:  # such as lack of memory, after which auto_find_batch_size tries smaller batches
             replay.clear()
@@ -95,21 +95,21 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
             if opt.max_grad_norm not in (None, clip):
                 raise ValueError(
                     f"{type(self).__name__}: max_grad_norm is {clip} in the training arguments and {opt.max_grad_norm} "
-                    f"in {opt._name}; give one of them (0 turns that of the training arguments off)"
+                    f"in {type(opt).__name__}; give one of them (0 turns that of the training arguments off)"
                 )
             opt.max_grad_norm = float(clip)
         replay = self._replay = Replay(opt)
         self._handles = [opt.register_step_pre_hook(self._before_step)]
         if isinstance(opt, MSASSHA):  # before attach(), whose hook warns of perturbed weights
             self._handles += TrueWeights(opt, self.model).handles
-        if opt._model is None:
+        if opt.model is None:
             opt.attach(model)
         return replay
 
     def _check(self, opt: Optimizer) -> None:
         """Raises where the trainer and the optimizer can't work together."""
         name = type(self).__name__
-        if not isinstance(opt, SecondOrder):
+        if not isinstance(opt, FusedOptimizer):
             raise TypeError(
                 f"{name}: the optimizer is {type(opt).__name__}, expected one of sassha_fast; pass "
                 "optimizer_cls_and_kwargs=(SASSHA, {...}), or use transformers.Trainer"

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from ..base import SecondOrder
-from ..momentum import MSASSHA
+from .._core.optimizer import FusedOptimizer
+from ..msassha import MSASSHA
 from .replay import Replay, TrueWeights, numbers
 
 __all__ = ["SasshaCallback"]
@@ -44,9 +44,9 @@ class SasshaCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, *, log_stats: bool = True) -> None:
-        """See the class."""
+        """Connects nothing yet."""
         self.log_stats = log_stats
-        self._opts: list[SecondOrder] = []
+        self._opts: list[FusedOptimizer] = []
         self._replay: Replay | None = None
         self._handles: list[Any] = []
         self._forward, self._backward = ExitStack(), ExitStack()  # contexts of Lightning's own passes
@@ -58,7 +58,7 @@ class SasshaCallback(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Connects the optimizers; refuses what can't work with several gradients in a step."""
-        self._opts = [opt for opt in trainer.optimizers if isinstance(opt, SecondOrder)]
+        self._opts = [opt for opt in trainer.optimizers if isinstance(opt, FusedOptimizer)]
         if not self._opts:
             names = ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
             raise TypeError(
@@ -74,7 +74,7 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         for opt in self._opts:
             if isinstance(opt, MSASSHA):  # before attach(), whose hook warns of perturbed weights
                 self._handles += TrueWeights(opt, pl_module).handles
-            if opt._model is None:
+            if opt.model is None:
                 opt.attach(trainer.strategy.model)
         self._logged = trainer.global_step
 
@@ -96,7 +96,7 @@ class SasshaCallback(Callback):  # type: ignore[misc]
             trainer.gradient_clip_val, self._clip = self._clip, None
         self._handles, self._opts, self._replay = [], [], None
 
-    def _take_over_clipping(self, trainer: Trainer, opt: SecondOrder) -> None:
+    def _take_over_clipping(self, trainer: Trainer, opt: FusedOptimizer) -> None:
         """Lightning would clip every pass: differences of clipped gradients are no products."""
         clip = trainer.gradient_clip_val
         if not clip:
@@ -104,12 +104,12 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise ValueError(
                 f"SasshaCallback: gradient_clip_algorithm is 'value' (gradient_clip_val={clip}), which would clip "
-                f"every gradient that a step of {opt._name} takes; use gradient_clip_algorithm='norm', or clip_update= "
-                f"of {opt._name}, which bounds every element of the update"
+                f"every gradient that a step of {type(opt).__name__} takes; use gradient_clip_algorithm='norm', or "
+                f"clip_update= of {type(opt).__name__}, which bounds every element of the update"
             )
         if opt.max_grad_norm not in (None, clip):
             raise ValueError(
-                f"SasshaCallback: gradient_clip_val is {clip}, but max_grad_norm of {opt._name} is "
+                f"SasshaCallback: gradient_clip_val is {clip}, but max_grad_norm of {type(opt).__name__} is "
                 f"{opt.max_grad_norm}; give only one of them"
             )
         opt.max_grad_norm, self._clip, trainer.gradient_clip_val = float(clip), clip, None

@@ -9,11 +9,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
-from ..base import SecondOrder
-from ..closures import NOTHING, Accumulated, ProductSum
-from ..contexts import CreateGraph, RandomState, frozen_batchnorm
-from ..momentum import MSASSHA
+from .._core.closure import NOTHING, Accumulated, ProductSum
+from .._core.contexts import CreateGraph, RandomState, frozen_batchnorm
+from .._core.optimizer import FusedOptimizer
+from .._core.params import Grads
+from .._core.step import Step
+from ..msassha import MSASSHA
 from ..stats import Stats
 from ..variant import Ascent
 
@@ -25,7 +28,7 @@ Run = Callable[[], "Tensor | float | None"]
 class MicroBatch:
     """Forward and backward pass of one micro-batch, as a closure of ``opt.step``."""
 
-    def __init__(self, opt: SecondOrder, again: Run) -> None:
+    def __init__(self, opt: FusedOptimizer, again: Run) -> None:
         """Remembers the random numbers, so call it right before the framework runs the micro-batch."""
         self.opt, self.run = opt, again
         self.first: Run | None = None  # how the framework runs it, if that is left to the optimizer
@@ -38,7 +41,7 @@ class MicroBatch:
 
     def __call__(self) -> Tensor | float:
         """The loss; its gradient is added to ``p.grad``."""
-        model = self.opt._model
+        model = self.opt.model
         self.random.restore()
         run, self.first = self.first or self.run, None
         has_run = model is not None and self.loss is not None
@@ -46,8 +49,8 @@ class MicroBatch:
             loss = run()
         if loss is None:
             raise RuntimeError(
-                f"{self.opt._name}.step: the training step of a micro-batch returned None instead of a loss, and a "
-                "step that has begun can't be skipped; leave such batches out of the DataLoader, or return "
+                f"{type(self.opt).__name__}.step: the training step of a micro-batch returned None instead of a loss, "
+                "and a step that has begun can't be skipped; leave such batches out of the DataLoader, or return "
                 "output.sum() * 0"
             )
         return loss
@@ -65,30 +68,30 @@ class Replayed(Accumulated):
 
     def __init__(
         self,
-        opt: SecondOrder,
+        opt: FusedOptimizer,
         parts: Sequence[MicroBatch],
-        grads: dict[int, Tensor] | None,
+        grads: Grads | None,
         products: ProductSum | None,
     ) -> None:
-        """See the class."""
-        super().__init__(opt, parts)
+        """Takes what a framework has done of the step already."""
+        super().__init__(parts, caller=type(opt).__name__)
         self.grads, self.products = grads, products
 
-    def __call__(self, around_last: AbstractContextManager[Any] = NOTHING) -> Tensor | float:
-        """See :class:`Accumulated`."""
+    @override
+    def __call__(self, step: Step, around_last: AbstractContextManager[Any] = NOTHING) -> Tensor | float:
         grads, _ = self._begun()
         if grads is None:
-            return super().__call__(around_last)
-        self.opt._set_grads(grads)
-        return self._known + self._passes(self._left, around_last)
+            return super().__call__(step, around_last)
+        step.parts.params.set_grads(grads)
+        return self._known + self.passes(self._left, around_last)
 
-    def differentiate(self) -> Tensor | float:
-        """See :class:`Accumulated`."""
+    @override
+    def differentiate(self, step: Step) -> Tensor | float:
         grads, products = self._begun()
         if grads is None or products is None:
-            return super().differentiate()
-        self.opt._set_grads(grads)
-        return self._known + self._differentiated(self._left, products)
+            return super().differentiate(step)
+        step.parts.params.set_grads(grads)
+        return self._known + self.differentiated(self._left, step, products)
 
     @property
     def _known(self) -> Tensor | float:
@@ -100,7 +103,7 @@ class Replayed(Accumulated):
         """What the framework left to the optimizer."""
         return [part for part in self.closures if part.loss is None]
 
-    def _begun(self) -> tuple[dict[int, Tensor] | None, ProductSum | None]:
+    def _begun(self) -> tuple[Grads | None, ProductSum | None]:
         """What the framework's runs gave, once."""
         given = self.grads, self.products
         self.grads = self.products = None
@@ -119,7 +122,7 @@ class Replay:
         products: Of methods whose first pass is the only one, on refreshes by exact products.
     """
 
-    def __init__(self, opt: SecondOrder) -> None:
+    def __init__(self, opt: FusedOptimizer) -> None:
         """Collects for an optimizer."""
         self.opt = opt
         self.clear()
@@ -133,6 +136,11 @@ class Replay:
         """Call it before the framework runs a micro-batch; ``again`` does the same once more."""
         self.parts.append(MicroBatch(self.opt, again))
 
+    def unsynced(self) -> AbstractContextManager[Any]:
+        """For the framework's passes: DDP leaves gradients alone."""
+        parts = self.opt.parts
+        return parts.reducer.unsynced(parts.params.all, parts.options.reduce_grads)
+
     def forward_context(self) -> AbstractContextManager[None]:
         """For the framework's forward pass: on exact refreshes, all passes of a step have to see one network."""
         return self.opt.refresh_context() if self._differentiates else nullcontext()
@@ -143,7 +151,7 @@ class Replay:
         if not self._differentiates or self.opt.variant.ascent is Ascent.GRADIENT:
             yield
             return
-        self.products = self.products or ProductSum(self.opt)
+        self.products = self.products or ProductSum(Step(self.opt.parts))
         with self.products.adding(), CreateGraph():
             yield
 
@@ -157,7 +165,8 @@ class Replay:
     def closures(self) -> Replayed:
         """The closures of the step that is about to begin."""
         has_run = any(part.loss is not None for part in self.parts)
-        closures = Replayed(self.opt, self.parts, self.opt._take_grads() if has_run else None, self.products)
+        grads = self.opt.parts.params.take_grads() if has_run else None
+        closures = Replayed(self.opt, self.parts, grads, self.products)
         self.clear()
         return closures
 
@@ -166,9 +175,9 @@ class Replay:
         return self.opt.hvp == "exact" and self.opt.hessian_due
 
 
-def random_state(opt: SecondOrder) -> RandomState:
+def random_state(opt: FusedOptimizer) -> RandomState:
     """The present random numbers of an optimizer's devices."""
-    return RandomState(p.device for p in opt._parameters())
+    return RandomState(opt.parts.params.devices())
 
 
 class TrueWeights:

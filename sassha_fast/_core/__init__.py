@@ -1,0 +1,1 @@
+"""One step, from the gradients of a backward pass to the next weights."""

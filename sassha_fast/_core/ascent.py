@@ -1,0 +1,198 @@
+"""Ascents: along the gradient of a pass of its own, along the momentum of the last step, or none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from .. import reference
+from .._passes.accessors import IDLE_REFCOUNT, requires_grad, version
+from .._passes.plan import Plan
+from .._passes.reference import Stepped
+from .._passes.shards import local
+from .gap import kept_gradients
+from .keys import ASCENT_DRAW, ASCENT_SCALE, WEIGHT
+from .state import state_tensors
+from .step import Ascent, Parts, Step, changed_since
+
+
+class GradientAscent(Ascent):
+    """ε = ρ g/‖g‖, where g is the gradient at x. x is kept in the memory of g, or beside it."""
+
+    collector = "unperturb"
+    probe_recipe = "perturb_weights() (rho may be 0), probe_weights() and unperturb() before step()"
+
+    @override
+    def needs_pass(self, step: Step) -> bool:
+        radii = step.radii()
+        # A tensor is not read: it may be on a device, and 0 only now.
+        return any(isinstance(group["rho"], Tensor) for group in step.parts.params.groups) or any(
+            radius != 0.0 for radius in radii
+        )
+
+    @override
+    def climb(self, step: Step, plan: Plan, grads: list[Tensor], *, zero_grad: bool) -> None:
+        parts, groups = step.parts, step.parts.params.groups
+        idle: bool | list[bool] = zero_grad  # gradients that nobody else reads: their memory may hold x
+        if any(map(requires_grad, grads)):
+            grads, idle = [g.detach() for g in grads], False
+        elif zero_grad and max(map(sys.getrefcount, grads)) > IDLE_REFCOUNT:
+            idle = [count <= IDLE_REFCOUNT for count in map(sys.getrefcount, grads)]
+        if step.decomposes:  # both g and x are needed later
+            idle = False
+            step.firsts = kept_gradients(plan.positions, grads, len(parts.params.all), alone=zero_grad)
+        plan.bind_grads(grads, overwrite=True)
+        square_sums = plan.square_sums(of_ascent=True)
+        pairs = zip(step.radii(), groups, strict=True)
+        signed = [-radius if group.get("maximize") else radius for radius, group in pairs]
+        offsets = [group["perturb_eps"] for group in groups]
+        scales = reference.ascent_scales(square_sums, signed, offsets, on_device=parts.options.capturable)
+        step.refresh.measure(plan)
+        plan.count_draw(step.noise_draw(plan))
+        step.moved = plan  # from here on there is something to come back from, if the kernel runs
+        plan.perturb(scales, take_grads=idle, seed=parts.options.seed)
+        step.note_move(plan)
+        if zero_grad:
+            parts.params.clear_grads()
+        parts.stats.square_sums, parts.stats.scales = square_sums, scales
+
+    @override
+    def come_back(self, step: Step, plan: Plan, *, tell_autograd: bool) -> None:
+        plan.restore()
+        if tell_autograd:
+            step.parts.weights_moved(plan)
+        elif plan.sharded:
+            step.parts.reducer.reshard()
+
+
+class NoAscent(GradientAscent):
+    """None: gradient and curvature are those at x. Finite differences need the way back of an ascent of length 0."""
+
+    collector = "take_products"
+    probe_recipe = "perturb_weights(), which has no length here, probe_weights() and take_products() before step()"
+
+    @override
+    def needs_pass(self, step: Step) -> bool:
+        return False
+
+
+class MomentumAscent(Ascent):
+    """ε = ±ρ m/‖m‖ of the last step. The parameters hold x + ε from one step to the next, and x is in state.
+
+    Nothing is ever subtracted again: the update works on x, and the parameter is derived from it.
+    """
+
+    collector = "take_products"
+    probe_recipe = "probe_weights() and a backward pass, probes_due times, before step()"
+
+    def __init__(self) -> None:
+        """Has moved nothing yet."""
+        self._held: tuple[Plan, list[int]] | None = None  # what the last step moved, if nothing was since
+        self._scale_signs: list[float | Tensor] = []
+
+    @override
+    def needs_pass(self, step: Step) -> bool:
+        return False
+
+    @override
+    def climb(self, step: Step, plan: Plan, grads: list[Tensor], *, zero_grad: bool) -> None:
+        """Prepares the way back from probes, which is to derive x + ε again."""
+        parts = step.parts
+        plan.bind_state(parts.params.states(plan, parts.options), state_tensors(x_in_state=True))
+        step.refresh.measure(plan)
+        step.moved = plan
+        step.note_move(plan)
+
+    @override
+    def come_back(self, step: Step, plan: Plan, *, tell_autograd: bool) -> None:
+        self.derive(step.parts, plan.params)
+
+    @override
+    def prepare_update(self, step: Step) -> None:
+        pairs = zip(step.next_rho(), step.parts.params.groups, strict=True)
+        self._scale_signs = [rho * group["sign"] for rho, group in pairs]
+
+    @override
+    def follow_update(self, step: Step, plan: Plan, states: list[dict[str, Any]], found: Stepped) -> None:
+        """ε of the next step, from m and ‖m‖, which the update has added up."""
+        parts = step.parts
+        square_sums = found.square_sums
+        assert square_sums is not None
+        offsets = [group["perturb_eps"] for group in parts.params.groups]
+        on_device = parts.options.capturable
+        scales = reference.ascent_scales(square_sums, self._scale_signs, offsets, on_device=on_device)
+        draw = step.noise_draw(plan)
+        plan.count_draw(draw)
+        plan.momentum_ascent(scales, parts.options.seed)
+        on_host = scales.device.type == "cpu" and not on_device
+        values: Sequence[Any] = scales.tolist() if on_host else scales.unbind()
+        number = draw.clone() if isinstance(draw, Tensor) else draw
+        for entry, group in zip(states, plan.groups, strict=True):
+            entry[ASCENT_SCALE], entry[ASCENT_DRAW] = values[group], number
+        step.moved = None  # probes, if there were any, are overwritten
+        step.parts.weights_moved(plan)
+        self._hold(plan)
+        parts.stats.square_sums, parts.stats.scales = square_sums, scales
+
+    def _hold(self, plan: Plan | None) -> None:
+        self._held = None if plan is None else (plan, list(map(version, plan.params)))
+
+    def changed(self) -> str | None:
+        """Which parameters were changed by others while they held x + ε, None if none were."""
+        return None if self._held is None else changed_since(*self._held)
+
+    # ---- which weights the parameters hold ----------------------------------------------------------------------
+
+    def kept(self, parts: Parts) -> list[Tensor]:
+        """Parameters whose x is in state."""
+        state = parts.params.state
+        return [p for p in parts.params.all if WEIGHT in state.get(p, ())]
+
+    def show_x(self, parts: Parts) -> None:
+        """Writes x into the parameters."""
+        plan = parts.params.plan_of(self.kept(parts), parts.options)
+        self._hold(None)
+        if plan is not None:
+            plan.bind_state(parts.params.states(plan, parts.options), state_tensors(x_in_state=True))
+            plan.show_x()
+            parts.weights_moved(plan)
+
+    def adopt(self, parts: Parts) -> None:
+        """Makes what the parameters hold the new x."""
+        for p in self.kept(parts):
+            local(parts.params.state[p][WEIGHT]).copy_(local(p.data))
+
+    def derive(self, parts: Parts, chosen: Iterable[Tensor] | None = None) -> None:
+        """Writes x + ε into parameters again, each with the ε of its own last step."""
+        params, options = parts.params, parts.options
+        buckets: list[tuple[dict[int, Any], Any, list[Tensor]]] = []  # scales by group, draw, parameters
+        groups = {id(p): g for g, group in enumerate(params.groups) for p in group["params"]}
+        for p in self.kept(parts) if chosen is None else chosen:
+            entry, group = params.state[p], groups[id(p)]
+            scale, draw = entry[ASCENT_SCALE], entry[ASCENT_DRAW]
+            for scales, number, members in buckets:
+                if _same(number, draw) and _same(scales.setdefault(group, scale), scale):
+                    members.append(p)
+                    break
+            else:
+                buckets.append(({group: scale}, draw, [p]))
+        self._hold(None)
+        for scales, draw, members in buckets:
+            plan = params.plan_of(members, options)
+            assert plan is not None
+            plan.bind_state(params.states(plan, options), state_tensors(x_in_state=True))
+            plan.count_draw(draw)
+            device = plan.draws[0].device
+            values = [torch.as_tensor(scales.get(g, 0.0), device=device) for g in range(plan.n_groups)]
+            plan.momentum_ascent(torch.stack([v.to(torch.float32) for v in values]), options.seed)
+            parts.weights_moved(plan)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality of numbers, without reading those on a device: a tensor is equal to itself."""
+    return a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b

@@ -1,0 +1,303 @@
+"""A step from beginning to end: the order of its phases, and one way back from all exceptions."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.utils.weak import TensorWeakRef
+
+from .contexts import (
+    CreateGraph,
+    MakesContext,
+    RandomState,
+    RunningStatistics,
+    frozen_batchnorm,
+    refresh_contexts,
+    within,
+)
+from .curvature import Curvature
+from .params import Parameters
+from .step import Amp, Step
+
+Closure = Callable[[], "Tensor | float"]
+NOTHING: AbstractContextManager[Any] = nullcontext()  # around a pass that nothing is done with
+
+
+# ---- micro-batches ----------------------------------------------------------------------------------------------
+
+
+class ProductSum:
+    """Exact products of several micro-batches, each taken right after its pass: there is never more than one graph.
+
+    Attributes:
+        curvature: The sum.
+    """
+
+    def __init__(self, step: Step) -> None:
+        """Begins with nothing."""
+        self.curvature = Curvature()
+        self._step = step
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Around a backward pass with a graph: adds its products, and its gradients to those that are there."""
+        params = self._step.parts.params
+        before = params.take_grads()
+        yield
+        with torch.no_grad():
+            self.curvature = self.curvature.plus(self._step.exact_products("step"))
+            pairs = zip(before, params.take_grads(), strict=True)
+            params.set_grads([b if a is None else a if b is None else a + b for a, b in pairs])
+
+
+class Accumulated:
+    """Closures of several micro-batches as one: gradients and products are summed over them.
+
+    Each runs forward and backward passes of its own part of the loss and leaves zeroing gradients to the optimizer.
+    """
+
+    def __init__(self, closures: Sequence[Closure], *, caller: str) -> None:
+        """Takes the closures."""
+        if not closures or not all(map(callable, closures)):
+            raise TypeError(f"{caller}.step: closure is {closures!r}, expected a function or a sequence of functions")
+        self.closures = closures
+
+    def __call__(self, step: Step, around_last: AbstractContextManager[Any] = NOTHING) -> Tensor | float:
+        """All micro-batches in one pass; gradients add up in ``p.grad``, and the last one completes them."""
+        step.parts.params.clear_grads()
+        return self.passes(self.closures, around_last)
+
+    def passes(self, closures: Sequence[Closure], around_last: AbstractContextManager[Any]) -> Tensor | float:
+        """Runs these closures. Returns the sum of their losses."""
+        total: Tensor | float = 0.0
+        for number, closure in enumerate(closures, start=1):
+            with around_last if number == len(closures) else NOTHING:
+                total = total + _detached(closure())
+        return total
+
+    def differentiate(self, step: Step) -> Tensor | float:
+        """All micro-batches in one pass that also takes the products of the step."""
+        step.parts.params.clear_grads()
+        return self.differentiated(self.closures, step, ProductSum(step))
+
+    def differentiated(self, closures: Sequence[Closure], step: Step, products: ProductSum) -> Tensor | float:
+        """Runs these closures and adds their products to those that are there."""
+        total: Tensor | float = 0.0
+        for closure in closures:
+            with products.adding():
+                total = total + _detached(closure())
+        step.curvature = products.curvature
+        return total
+
+
+def as_closure(closure: Closure | Accumulated | Sequence[Closure], *, caller: str) -> Closure | Accumulated:
+    """A function as it is, several as one."""
+    if callable(closure):
+        return closure
+    return Accumulated(closure, caller=caller)
+
+
+def _detached(loss: Tensor | float) -> Tensor | float:
+    return loss.detach() if isinstance(loss, Tensor) else loss
+
+
+# ---- the order of a step ----------------------------------------------------------------------------------------
+
+
+def run(
+    step: Step,
+    closure: Closure | Accumulated,
+    hessian_closure: Closure | Accumulated | None = None,
+    *,
+    scaler: GradScaler | None = None,
+    unscale: Callable[[], None] | None = None,
+) -> Tensor | float:
+    """All passes of one step.
+
+    An exception in a closure, or anywhere else, puts weights, BatchNorm and random numbers back.
+
+    Args:
+        step: The step, which has just begun.
+        closure: Computes the gradients.
+        hessian_closure: Computes gradients for the products of a refresh.
+        scaler: Scales the losses of the closures.
+        unscale: Takes its scale out of the gradients.
+
+    Returns:
+        The loss of the first pass.
+    """
+    return _guarded(step, lambda random: _in_order(step, closure, hessian_closure, random, scaler, unscale))
+
+
+def run_shadow(step: Step) -> None:
+    """The same step in a process that has no data: from the gradients of the others alone."""
+
+    def no_data() -> float:
+        step.parts.params.clear_grads()
+        return 0.0
+
+    step.is_shadow = True
+    _guarded(step, lambda random: _in_order(step, no_data, None, random, None, None))
+    step.parts.params.clear_grads()
+
+
+def _guarded(step: Step, passes: Callable[[RandomState], Tensor | float]) -> Tensor | float:
+    model = step.parts.reducer.model
+    random = RandomState(step.parts.params.devices())
+    statistics = RunningStatistics.of(model) if model is not None else None
+    try:
+        # On a refresh also the first pass avoids what has no double backward: compiled and eager dropout, say, draw
+        # different masks from one seed.
+        contexts = refresh_contexts(model) if step.differentiates else []
+        return within(contexts, lambda: passes(random))
+    except BaseException:
+        step.roll_back()
+        if step.is_undone:
+            random.restore()
+            if statistics is not None:
+                statistics.restore()
+        raise
+
+
+def _in_order(
+    step: Step,
+    closure: Closure | Accumulated,
+    hessian_closure: Closure | Accumulated | None,
+    random: RandomState,
+    scaler: GradScaler | None,
+    unscale: Callable[[], None] | None,
+) -> Tensor | float:
+    """The order of a step. Hand-written loops follow it call by call, with their own passes in between."""
+    params, options, stats = step.parts.params, step.parts.options, step.parts.stats
+    ascends = step.parts.ascent.needs_pass(step)
+    # What is reduced after a pass is sent while it runs: the ascent's gradients if all processes climb together, and
+    # the descent's, unless they are taken apart before.
+    send_descent = options.perturb_sync or not step.decomposes
+    send_first = options.perturb_sync if ascends else send_descent
+    own = hessian_closure is None  # the descent's pass gives the products
+
+    before = _a_gradient(params)
+    loss = _pass(step, closure, differentiate=own and not ascends, send=send_first, is_descent=not ascends)
+    _warn_of_sums(params, before, options.caller)
+    probes = not options.exact and step.hessian_due  # which need a way back, if of an ascent of length 0
+    if (ascends or probes) and (options.perturb_sync or not step.is_shadow):  # without data there is no own ascent
+        step.climb(zero_grad=ascends)
+    if ascends:
+        second = _replayed(step, closure, random, differentiate=own, send=send_descent)
+        gap = second - loss
+        stats.ascent_gap = gap.double() if isinstance(gap, Tensor) else torch.tensor(gap, dtype=torch.float64)
+    curvature = None
+    if hessian_closure is not None and step.hessian_due:
+        curvature = _products_of(step, hessian_closure, random)
+    elif step.probes_due and not step.is_shadow:
+        _probe(step, closure, random)
+    if options.hvp_point == "upstream":  # asks for x before the product, which the graph must not notice
+        step.come_back(tell_autograd=False)
+    fused = scaler is None and not (options.variant.gap or options.variant.by_filter)
+    gathered = step.collect("step", scaler=scaler, curvature=curvature, fused=fused)
+    if unscale is not None:
+        unscale()  # in place, so the passes see it
+        step.unscale_products()
+    step.update(gathered, Amp(check_finite=scaler is not None))
+    return loss
+
+
+def _pass(
+    step: Step, closure: Closure | Accumulated, *, differentiate: bool, send: bool = False, is_descent: bool = True
+) -> Tensor | float:
+    """One call of a closure.
+
+    Args:
+        step: The step at hand.
+        closure: What to call.
+        differentiate: Whether the products of a refresh come from this pass, which then has a graph.
+        send: Whether its gradients are reduced next.
+        is_descent: Whether a refresh reduces them together with products.
+    """
+    reducer, params, options = step.parts.reducer, step.parts.params, step.parts.options
+    graph = differentiate and step.differentiates
+    step.wants_graph = graph
+    contexts: list[MakesContext] = [
+        torch.enable_grad,
+        partial(reducer.unsynced, params.all, options.reduce_grads),
+    ]
+    early = NOTHING
+    if send and step.parallel and not (is_descent and step.refresh.scheduled):
+        step.early = reducer.early()
+        early = step.early or NOTHING
+    if graph:
+        contexts += [*refresh_contexts(reducer.model), CreateGraph]
+    if not isinstance(closure, Accumulated):
+        loss = within([*contexts, lambda: early], closure)
+    elif graph:
+        loss = within(contexts, lambda: closure.differentiate(step))
+    else:
+        loss = within(contexts, lambda: closure(step, early))
+    step.wants_graph = True
+    return _detached(loss)
+
+
+def _replayed(
+    step: Step, closure: Closure | Accumulated, random: RandomState, *, differentiate: bool, send: bool = False
+) -> Tensor | float:
+    """A further call of a closure: the random numbers of the first, and BatchNorm statistics left alone."""
+    model = step.parts.reducer.model
+    random.restore()
+    contexts = [] if model is None else [partial(frozen_batchnorm, model)]
+    return within(contexts, lambda: _pass(step, closure, differentiate=differentiate, send=send))
+
+
+def _probe(step: Step, closure: Closure | Accumulated, random: RandomState) -> None:
+    """Runs a closure at every probe that is due."""
+    for _ in range(step.probes_due):
+        step.probe()
+        _replayed(step, closure, random, differentiate=False)
+
+
+def _products_of(step: Step, closure: Closure | Accumulated, random: RandomState) -> Curvature:
+    """Products from the batch of another closure, which leave the gradients as they were."""
+    kept = step.parts.params.take_grads()
+    if step.parts.options.exact:
+        _replayed(step, closure, random, differentiate=True)
+        found = step.curvature  # of several micro-batches
+        if found is None:
+            with torch.no_grad():
+                found = step.exact_products("step(hessian_closure=)")
+    else:
+        _replayed(step, closure, random, differentiate=False)
+        _probe(step, closure, random)
+        found = step.refresh.from_probes(step.moved, step.parts.ascent.collector, fused=False)
+    step.parts.params.set_grads(kept)
+    return found
+
+
+# ---- a closure that adds ----------------------------------------------------------------------------------------
+
+
+def _a_gradient(params: Parameters) -> tuple[Tensor, TensorWeakRef, int] | None:
+    """A parameter that has a gradient, with it, which may go, and its version."""
+    for p in params.all:
+        if p.grad is not None:
+            return p, TensorWeakRef(p.grad), p.grad._version
+    return None
+
+
+def _warn_of_sums(params: Parameters, before: tuple[Tensor, TensorWeakRef, int] | None, caller: str) -> None:
+    """Warns of a first pass that added to a gradient of earlier passes: a single write, and none that zeroed it."""
+    if before is None:
+        return
+    p, grad, version = before
+    if p.grad is not None and p.grad is grad() and p.grad._version == version + 1:
+        warnings.warn(
+            f"{caller}.step: the closure added to gradients that were there before, and passes at x + ε and "
+            "products of the Hessian will be those of the closure alone; zero gradients in the closure, or pass one "
+            "closure for each micro-batch (in Lightning, callbacks=[SasshaCallback()] does that)",
+            stacklevel=2,
+        )

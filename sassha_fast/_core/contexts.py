@@ -1,0 +1,148 @@
+"""Contexts in which several passes of one step see the same network: random numbers, BatchNorm, double backward."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.overrides import TorchFunctionMode
+
+R = TypeVar("R")
+MakesContext: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+
+KINKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.Hardtanh, nn.Hardswish)  # their derivative jumps
+
+
+class CreateGraph(TorchFunctionMode):
+    """Adds ``create_graph=True`` to every ``loss.backward()``, so that closures need not know of refreshes."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls the function."""
+        kwargs = kwargs or {}
+        if func is not Tensor.backward:
+            return func(*args, **kwargs)
+
+        def with_graph() -> Any:
+            warnings.filterwarnings("ignore", message="Using backward")  # of a cycle, which the optimizer cuts
+            return func(*args, **{**kwargs, "create_graph": True})
+
+        return within([warnings.catch_warnings], with_graph)
+
+
+class RandomState:
+    """The state of the random number generators of the CPU and of the devices that parameters are on."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        """Remembers the present state."""
+        self.cpu = torch.get_rng_state()
+        self.devices = {
+            device: torch.get_device_module(device).get_rng_state(device)
+            for device in set(devices)
+            if device.type not in ("cpu", "meta")
+        }
+
+    def restore(self) -> None:
+        """Goes back to the state that was remembered."""
+        torch.set_rng_state(self.cpu)
+        for device, state in self.devices.items():
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _moving_norms(model: nn.Module) -> list[_NormBase]:
+    """Layers whose running statistics a forward pass moves."""
+    return [m for m in model.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+
+
+class RunningStatistics:
+    """Copies of the running statistics of a model, to go back to."""
+
+    def __init__(self, norms: Iterable[_NormBase]) -> None:
+        """Copies the statistics of these layers."""
+        self.buffers = [buffer for module in norms for buffer in module.buffers(recurse=False)]
+        self.copies = [buffer.clone() for buffer in self.buffers]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> RunningStatistics:
+        """Copies all statistics of a model that a forward pass would move."""
+        return cls(_moving_norms(model))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts the copies back."""
+        for buffer, copy in zip(self.buffers, self.copies, strict=True):
+            buffer.copy_(copy)
+
+
+@contextmanager
+def frozen_batchnorm(model: nn.Module) -> Iterator[None]:
+    """Lets BatchNorm of every kind normalise by the batch, as in training, without moving its running statistics."""
+    norms = _moving_norms(model)
+    batch_norms = [module for module in norms if isinstance(module, _BatchNorm)]
+    others = RunningStatistics(module for module in norms if not isinstance(module, _BatchNorm))
+
+    def track(value: bool) -> None:
+        for module in batch_norms:  # without statistics to track they use the batch and leave the buffers alone
+            module.track_running_stats = value
+
+    try:
+        track(False)
+        yield
+        track(True)
+    except BaseException:  # of the pass, or an interrupt at any line here
+        track(True)
+        others.restore()
+        raise
+    others.restore()
+
+
+def refresh_contexts(model: nn.Module | None = None) -> list[MakesContext]:
+    """What makes the contexts in which everything has a double backward.
+
+    These are eager execution, mathematical attention and RNNs without cuDNN. Compiled code, flash attention and
+    cuDNN's RNNs have none.
+
+    Args:
+        model: The network, if it is known. cuDNN stays on for one without RNNs.
+    """
+    contexts: list[MakesContext] = [partial(sdpa_kernel, SDPBackend.MATH)]
+    if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+        contexts.append(partial(torch.compiler.set_stance, "force_eager"))
+    if model is None or any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        contexts.append(partial(torch.backends.cudnn.flags, enabled=False))
+    return contexts
+
+
+@contextmanager
+def refresh_context(model: nn.Module | None = None) -> Iterator[None]:
+    """All contexts of :func:`refresh_contexts`."""
+    with ExitStack() as stack:
+        for make in refresh_contexts(model):
+            stack.enter_context(make())
+        yield
+
+
+def within(contexts: Iterable[MakesContext], run: Callable[[], R]) -> R:
+    """Runs a function within contexts, which are made here, and leaves them whatever interrupts it.
+
+    A ``with`` statement does not: an interrupt that arrives when its block is done finds nobody to leave the context.
+    """
+    stack = ExitStack()
+    try:
+        for make in contexts:
+            stack.enter_context(make())
+        result = run()
+        stack.close()
+        return result
+    except BaseException:
+        stack.__exit__(*sys.exc_info())  # what is left already is not left again
+        raise

@@ -1,0 +1,14 @@
+"""Keys of the per-parameter state."""
+
+STEP = "step"  # t: steps that this parameter has taken
+HESSIAN_STEP = "hessian_step"  # the optimizer's refresh clock when it took the last of them
+EXP_AVG = "exp_avg"  # m
+HESSIAN = "exp_hessian_diag"  # D
+BIAS2 = "bias_correction2"  # 1 − β2^t of its last refresh, 0 before the first
+KEYS = frozenset((STEP, HESSIAN_STEP, EXP_AVG, HESSIAN, BIAS2))
+
+# Where x is kept in state, and the parameter holds x + ε:
+WEIGHT = "weight"  # x
+ASCENT_SCALE = "ascent_scale"  # the parameter holds x + scale·m (ASAM: x + scale·m⊙x²)
+ASCENT_DRAW = "ascent_draw"  # number of the draw that it was rounded with, if it is of reduced precision
+KEYS_WITH_X = KEYS | {WEIGHT, ASCENT_SCALE, ASCENT_DRAW}

@@ -1,0 +1,522 @@
+"""The optimizer that all public classes are: groups, the calls of a step, checkpoints. Arithmetic is in its parts."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy, deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from .._parallel.reducer import Reducer
+from .._passes.accessors import no_grad, requires_grad
+from ..checks import check_count, check_param, parameter_name
+from ..stats import Stats
+from .closure import Accumulated, Closure, as_closure, run, run_shadow
+from .contexts import KINKED, CreateGraph, frozen_batchnorm, refresh_context
+from .keys import HESSIAN_STEP
+from .options import HYPERPARAMETERS, Options, check_group
+from .params import Parameters
+from .state import check_checkpoint, check_is_checkpoint, placed
+from .step import Amp, Ascent, Descent, Parts, Phase, Step
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class _Option:
+    """An option as an attribute of the optimizer. A new value is checked."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, opt: FusedOptimizer | None, owner: type | None = None) -> Any:
+        return self if opt is None else getattr(opt.parts.options, self.name)
+
+    def __set__(self, opt: FusedOptimizer, value: Any) -> None:
+        parts = opt.parts
+        parts.options = replace(parts.options, **{self.name: value})
+
+
+class FusedOptimizer(Optimizer, Joinable):
+    """An optimizer of an ascent and a descent. Public classes choose these and document the arguments.
+
+    Attributes:
+        stats (Stats): What the last step saw; see :class:`sassha_fast.Stats`.
+        ascent_part: Where gradient and curvature are taken.
+        descent_part: What is made of them.
+        checked_hyperparameters: Those of the groups that are checked here.
+    """
+
+    ascent_part: type[Ascent]
+    descent_part: type[Descent]
+    checked_hyperparameters: Sequence[str] = tuple(HYPERPARAMETERS)
+    variant = _Option()
+    lazy_hessian = _Option()
+    n_samples = _Option()
+    grad_reduce = _Option()
+    reduce_grads = _Option()
+    perturb_sync = _Option()
+    seed = _Option()
+    hvp = _Option()
+    hvp_point = _Option()
+    backend = _Option()
+    bias_correction = _Option()
+    hessian_power_scheduler = _Option()
+    rho_scheduler = _Option()
+    max_grad_norm = _Option()
+    skip_nonfinite = _Option()
+    stochastic_rounding = _Option()
+    capturable = _Option()
+    _step_supports_amp_scaling = True  # GradScaler.step then sets `grad_scale` and `found_inf` for the call
+
+    def __init__(self, params: Params, options: Options, defaults: dict[str, Any]) -> None:
+        """Puts the parts together."""
+        self._assemble(options)
+        Optimizer.__init__(self, params, defaults)
+
+    def _assemble(self, options: Options) -> None:
+        """Everything that is neither groups nor state, as it is before the first step."""
+        Joinable.__init__(self)
+        self.stats = Stats()
+        ascent, descent = self.ascent_part(), self.descent_part()
+        self._parts = Parts(options, Parameters(), Reducer(options.caller), ascent, descent, self.stats)
+        self._step: Step | None = None
+
+    @property
+    def parts(self) -> Parts:
+        """What the optimizer is made of, with groups and state as they are now. For adapters of frameworks."""
+        self._parts.params.follow(self.param_groups, self.state)
+        return self._parts
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether ε is scaled by the weights, as ASAM does."""
+        return self._parts.options.variant.adaptive
+
+    # ---- parameters ---------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in ``torch.optim``; refuses bad hyperparameters and sparse or complex parameters."""
+        name = self._parts.options.caller
+        self._refuse_while_away("add_param_group", "the weights are perturbed")
+        group = dict(param_group)
+        given = {**self.defaults, **group}
+        check_group(given, [key for key in self.checked_hyperparameters if key in self.defaults], caller=name)
+        params = group.get("params", ())
+        group["params"] = (
+            [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+        )
+        for i, entry in enumerate(group["params"]):
+            named, param = entry if isinstance(entry, tuple) else (None, entry)
+            check_param(parameter_name(len(self.param_groups), i, named), param, caller=name)
+        super().add_param_group(group)
+        self._step = None
+        self._parts.params.drop_plans()
+        self._parts.reducer.reduced = None
+
+    def get_params(self) -> Iterator[Tensor]:
+        """All parameters that require gradients."""
+        return (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+
+    # ---- the step at hand ---------------------------------------------------------------------------------------
+
+    def _current(self) -> Step | None:
+        """The step at hand, if one has begun and is not over."""
+        step = self._step
+        return None if step is None or step.phase is Phase.ENDED else step
+
+    def _begin(self) -> Step:
+        """A new step."""
+        step = self._step = Step(self.parts)
+        return step
+
+    def _expected(self) -> Step:
+        """The step at hand, or one to ask questions about the coming one."""
+        return self._current() or Step(self.parts)
+
+    def _refuse_while_away(self, caller: str, what: str) -> None:
+        step = self._current()
+        if step is not None and step.is_away:
+            parts = self._parts
+            raise RuntimeError(f"{parts.options.caller}.{caller}: {what}; call {parts.ascent.collector}() first")
+
+    @property
+    def hessian_due(self) -> bool:
+        """Whether the coming step refreshes the curvature. With exact products its last pass needs a graph.
+
+        True every ``lazy_hessian`` steps until a refresh has succeeded, and, once ``perturb_weights`` has shown which
+        parameters take part, also if one of them has no curvature yet (in one process; several keep to the schedule).
+        """
+        return self._expected().hessian_due
+
+    @property
+    def probes_due(self) -> int:
+        """How many times ``probe_weights()`` and a backward pass have to follow the last one, in this step."""
+        return self._expected().probes_due
+
+    @property
+    def hessian_power_t(self) -> float:
+        """The Hessian power in use, of the first group."""
+        return float(self.param_groups[0]["hessian_power"])
+
+    def backward(self, loss: Tensor) -> None:
+        """``loss.backward()``, with a graph where the coming step needs one. For closures and hand-written loops."""
+        step = self._expected()
+        with CreateGraph() if step.differentiates and step.wants_graph else nullcontext():
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    # ---- calls of hand-written loops ----------------------------------------------------------------------------
+
+    @no_grad
+    def perturb_weights(self, zero_grad: bool = True) -> None:
+        """Climbs to x + ε from the gradients of the first backward pass.
+
+        Args:
+            zero_grad: Drop these gradients afterwards. Their memory then holds x until :meth:`unperturb`.
+        """
+        name, step = self._parts.options.caller, self._current()
+        if step is not None and step.is_away:
+            raise RuntimeError(f"{name}.perturb_weights: the weights are perturbed already; call unperturb() first")
+        Join.notify_join_context(self)
+        if step is None or step.phase is not Phase.BEGUN or step.climbed:  # a new first pass ends what was left open
+            step = self._begin()
+        step.climb(zero_grad=zero_grad)
+
+    @no_grad
+    def unperturb(self, scaler: GradScaler | None = None) -> None:
+        """Restores x, bit for bit; on a refresh, first takes the Hessian-vector products at x + ε.
+
+        It always restores. If a refresh is due and the gradients have no graph it raises afterwards.
+
+        Args:
+            scaler: The ``torch.amp.GradScaler`` that scaled the losses, whose scale the products carry too.
+        """
+        step, options = self._current(), self._parts.options
+        if step is None or not step.is_away:
+            raise RuntimeError(
+                f"{options.caller}.unperturb: the weights are not perturbed; call perturb_weights() first"
+            )
+        if options.hvp_point == "upstream":  # the graph is still to be used, with weights that it did not see
+            step.check_untouched("unperturb")
+            step.come_back(tell_autograd=False)
+        step.collect("unperturb", scaler=scaler)
+        step.come_back()
+
+    @no_grad
+    def take_products(self, scaler: GradScaler | None = None) -> None:
+        """On a refresh, takes the products now: before gradients are clipped or unscaled.
+
+        :meth:`step` does it by itself where neither happens between the last backward pass and it.
+
+        Args:
+            scaler: The ``torch.amp.GradScaler`` that scaled the loss, whose scale the products carry too.
+        """
+        step = self._current()
+        if step is not None and step.phase is Phase.COLLECTED and step.climbed:
+            return  # unperturb() has taken them
+        if step is None or step.phase is Phase.COLLECTED:  # a new first pass ends what was left open
+            step = self._begin()
+        step.collect("take_products", scaler=scaler)
+        step.come_back()
+
+    @no_grad
+    def probe_weights(self) -> None:
+        """Moves the weights to the next finite-difference probe; the gradients there complete the product.
+
+        Call it, and a backward pass after it, ``probes_due`` times between the last backward pass and
+        :meth:`unperturb` (M-SASSHA: :meth:`step`), which puts the gradients of that pass back.
+        """
+        step = self._current()
+        if step is None or not step.is_away or not step.probes_due:
+            away = step is not None and step.is_away
+            raise RuntimeError(
+                f"{self._parts.options.caller}.probe_weights: no probe is due (hvp={self._parts.options.hvp!r}, "
+                f"hessian_due={self.hessian_due}, weights perturbed: {away}); call it probes_due times after "
+                "perturb_weights()"
+            )
+        step.check_probe()
+        step.probe()
+
+    def _check_ready(self, *, closure: bool) -> None:
+        """Raises unless the weights are where :meth:`step` may start from."""
+        del closure
+        step = self._current()
+        if step is not None and step.is_away:
+            raise RuntimeError(
+                f"{self._parts.options.caller}.step: the weights are still perturbed; call unperturb() first"
+            )
+
+    @override
+    @no_grad
+    def step(  # type: ignore[override]
+        self,
+        closure: Closure | Accumulated | Sequence[Closure] | None = None,
+        *,
+        hessian_closure: Closure | Sequence[Closure] | None = None,
+        scaler: GradScaler | None = None,
+    ) -> Tensor | float | None:
+        """Takes a step: from the gradients that are there, or with a closure from beginning to end.
+
+        Args:
+            closure: Zeroes gradients, runs forward and backward passes and returns the loss. It is called under
+                ``enable_grad`` as often as the method needs gradients (SASSHA: once at x and once at x + ε, or once
+                where ρ is 0), with the same random numbers; BatchNorm statistics of an attached model move once. A
+                plain ``loss.backward()`` is enough on refreshes too. A sequence of closures accumulates over
+                micro-batches: each runs forward and backward passes of its part of the loss and zeroes nothing.
+            scaler: The ``torch.amp.GradScaler`` with which closures scale their losses. ``scaler.update()`` follows;
+                where gradients overflowed, nothing is changed. (``scaler.step(opt)`` is for hand-written loops.)
+            hessian_closure: On refreshes, computes the products from another, usually smaller, batch.
+
+        Returns:
+            The loss of the closure's first call.
+
+        Without a closure and without :meth:`SASSHA.perturb_weights` before it, SASSHA takes a step with ρ = 0.
+        """
+        self._check_ready(closure=closure is not None)
+        name = self._parts.options.caller
+        if closure is None:
+            if hessian_closure is not None or scaler is not None:
+                raise TypeError(
+                    f"{name}.step: hessian_closure or scaler was given without closure; pass a closure too, or use "
+                    "the three calls with unperturb(scaler=scaler) and scaler.step(opt)"
+                )
+            self._step_from_grads()
+            return None
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                f"{name}.step: GradScaler.step was given a closure, which would scale nothing in its later "
+                "passes; replace scaler.step(opt, closure) by opt.step(closure, scaler=scaler)"
+            )
+        first = as_closure(closure, caller=name)
+        other = None if hessian_closure is None else as_closure(hessian_closure, caller=name)
+        enabled = scaler if scaler is not None and scaler.is_enabled() else None
+        Join.notify_join_context(self)
+        step = self._step = Step(self.parts, driven=True)
+        unscale = None if enabled is None else lambda: enabled.unscale_(self)
+        loss = run(step, first, other, scaler=enabled, unscale=unscale)
+        self._step = None
+        return loss
+
+    def _step_from_grads(self) -> None:
+        """The update from the gradients at hand."""
+        step = self._current() or self._begin()
+        if self._is_priming(step):
+            plan, _ = self._parts.params.gather(self._parts.options)
+            if plan is not None:
+                self._parts.params.states(plan, self._parts.options)
+            self._step = None
+            return
+        gathered = step.collect("step") if step.phase is not Phase.COLLECTED else None
+        overflow: Tensor | None = getattr(self, "found_inf", None)
+        if overflow is None:
+            step.update(gathered)
+        else:  # called by GradScaler.step
+            left: Tensor | None = getattr(self, "grad_scale", None)
+            step.unscale_products(left)
+            step.update(gathered, Amp(left, overflow))
+        self._step = None
+
+    def _is_priming(self, step: Step) -> bool:
+        """Whether this is torch.distributed.checkpoint creating state: lr 0, no ascent, no graph, no state yet."""
+        if self.state or step.climbed or not self._parts.descent.has_curvature:
+            return False
+        if any(float(group["lr"]) != 0.0 for group in self.param_groups):
+            return False
+        _, grads = self._parts.params.gather(self._parts.options)
+        return not any(map(requires_grad, grads))
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes the gradients of all parameters. A step whose gradients were complete, or not begun, is given up.
+
+        Args:
+            set_to_none: Drop the gradients instead.
+        """
+        step = self._current()
+        if step is not None and step.has_only_begun:
+            step.note_zero_grad()
+        elif step is not None and not step.driven and not step.is_away:
+            step.roll_back()
+            self._step = None
+        super().zero_grad(set_to_none)
+
+    def replayed(self, steps: int = 1) -> None:
+        """Tells the refresh clock that a CUDA graph of an ordinary step was replayed, which Python can't see."""
+        name = self._parts.options.caller
+        check_count("steps", steps, caller=f"{name}.replayed")
+        if not self._parts.options.capturable:
+            raise RuntimeError(f"{name}.replayed: steps are counted on the host; construct {name} with capturable=True")
+        clock = self.parts.params.clock() + steps
+        for entry in self.state.values():
+            entry[HESSIAN_STEP] = clock
+
+    # ---- the model ----------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that :meth:`attach` named."""
+        return self._parts.reducer.model
+
+    def attach(self, model: nn.Module) -> None:
+        """Names the model that closures run.
+
+        BatchNorm statistics then move once per step. With ``DistributedDataParallel``, closures run without its
+        reduction and the optimizer reduces gradients and products itself; in hand-written loops it sees which passes
+        were reduced. Not part of checkpoints and copies; call it again on a new optimizer.
+        """
+        options = self._parts.options
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{options.caller}.attach: model is {type(model).__name__}, expected a torch.nn.Module")
+        self._parts.reducer.attach(model)
+        kinked = sorted({type(module).__name__ for module in model.modules() if isinstance(module, KINKED)})
+        if kinked and not options.exact:
+            warnings.warn(
+                f"{options.caller}.attach: finite differences see curvature at the kinks of {', '.join(kinked)} that "
+                "exact products ignore; D comes out 1.2 to 2 times larger. Tune lr for it, or use hvp='exact'",
+                stacklevel=2,
+            )
+
+    def frozen_batchnorm(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """For the second pass of hand-written loops: BatchNorm uses the batch and keeps its running statistics."""
+        target = self.model if model is None else model
+        if target is None:
+            name = self._parts.options.caller
+            raise ValueError(f"{name}.frozen_batchnorm: no model is known; pass it, or call attach(model) before")
+        return frozen_batchnorm(target)
+
+    def refresh_context(self) -> AbstractContextManager[None]:
+        """For all passes of a refresh step in hand-written loops: only operations that have a double backward."""
+        return refresh_context(self.model)
+
+    @contextmanager
+    def replay_rng(self) -> Iterator[None]:
+        """For all passes of hand-written loops: those at x + ε draw the random numbers (dropout) of those at x."""
+        step = self._current()
+        if step is not None and (step.phase is Phase.COLLECTED or (step.climbed and not step.is_away)):
+            step = None  # a new first pass ends what was left open
+        if step is None:
+            step = self._begin()
+        step.replay_random()
+        step.is_replaying = True
+        yield
+        step.is_replaying = False
+
+    # ---- uneven inputs ------------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``torch.distributed.algorithms.Join``: a process out of data takes the steps of the others."""
+        options = self._parts.options
+        if options.reduce_grads is None and not isinstance(self.model, DistributedDataParallel):
+            raise RuntimeError(
+                f"{options.caller}.join_hook: it is not known who reduces gradients; call opt.attach(ddp_model) or "
+                f"construct {options.caller} with reduce_grads=True"
+            )
+        return _Shadow(self._shadow_step)
+
+    @no_grad
+    def _shadow_step(self) -> None:
+        step = self._step = Step(self.parts, driven=True)
+        run_shadow(step)
+        self._step = None
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where :meth:`join_hook` has its collectives."""
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The processes that join."""
+        group = self._parts.reducer.group
+        return group if group is not None else torch.distributed.group.WORLD
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, as in ``torch.optim``. Raises while the weights are perturbed."""
+        self._refuse_while_away(
+            "state_dict", "the weights are perturbed, so a checkpoint of the model would not hold them"
+        )
+        self._parts.descent.clock(self.parts.params)  # takes over clocks under the authors' key
+        return super().state_dict()
+
+    @override
+    @no_grad
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of this optimizer or of the authors'.
+
+        State of reduced-precision parameters stays float32. Nothing is changed if the checkpoint does not fit.
+        """
+        self._refuse_while_away("load_state_dict", "the weights are perturbed")
+        given = copy(state_dict)
+        for adapt in self._optimizer_load_state_dict_pre_hooks.values():
+            adapted = adapt(self, given)
+            given = given if adapted is None else adapted
+        check_is_checkpoint(given, caller=self._parts.options.caller)
+        self._load(given)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what is in a checkpoint."""
+        options = self._parts.options
+        x_in_state = options.variant.x_in_state
+        loaded = check_checkpoint(
+            state_dict, self.param_groups, options.lazy_hessian, x_in_state=x_in_state, caller=options.caller
+        )
+        state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        groups = []
+        for saved, group in zip(loaded["param_groups"], self.param_groups, strict=True):
+            for key, p in zip(saved.pop("params"), group["params"], strict=True):
+                if key in loaded["state"]:
+                    entry = loaded["state"][key]
+                    state[p] = placed(entry, p, on_device=options.capturable, x_in_state=x_in_state)
+            groups.append({**deepcopy(saved), "params": group["params"]})
+        self._take_over(state, groups)
+
+    def _take_over(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
+        self._parts.params.drop_plans()
+        self._step = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: state, groups and configuration; what is derived is built again."""
+        options, step = self._parts.options, self._current()
+        if step is not None and step.is_away:
+            raise RuntimeError(
+                f"{options.caller}: can't copy or pickle while the weights are perturbed; call "
+                f"{self._parts.ascent.collector}() first"
+            )
+        return {**super().__getstate__(), "options": options}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Builds again what :meth:`__getstate__` left out."""
+        rest = dict(state)
+        options = rest.pop("options", None)
+        if options is not None:
+            self._assemble(options)
+        super().__setstate__(rest)
+
+
+class _Shadow(JoinHook):
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.step = step
+
+    @override
+    def main_hook(self) -> None:
+        """One step of the others."""
+        self.step()

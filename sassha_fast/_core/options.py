@@ -1,0 +1,175 @@
+"""Arguments of the optimizers: what holds for the whole optimizer, and what lives in its parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from .. import backends, schedules
+from ..checks import check_choice, check_count, check_number, check_positive
+from ..variant import Variant
+
+
+@dataclass(frozen=True)
+class Options:
+    """What holds for the whole optimizer. :class:`sassha_fast.SASSHA` documents the fields.
+
+    Raises:
+        ValueError: If a value is not one that it may have.
+    """
+
+    caller: str  # what errors call the optimizer
+    variant: Variant
+    lazy_hessian: int = 1
+    n_samples: int = 1
+    grad_reduce: str = "mean"
+    reduce_grads: bool | None = None
+    perturb_sync: bool = False
+    seed: int = 0
+    hvp: str = "exact"
+    hvp_point: str = "perturbed"
+    backend: str = "auto"
+    bias_correction: bool = True
+    hessian_power_scheduler: schedules.Schedule | schedules.Stepping | None = None
+    rho_scheduler: schedules.Schedule | schedules.Stepping | None = None
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool = False
+    stochastic_rounding: bool = False
+    capturable: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        name = self.caller
+        schedules.check_schedule("hessian_power_scheduler", self.hessian_power_scheduler, caller=name)
+        schedules.check_schedule("rho_scheduler", self.rho_scheduler, caller=name)
+        check_count("lazy_hessian", self.lazy_hessian, caller=name)
+        check_count("n_samples", self.n_samples, caller=name)
+        check_choice("grad_reduce", self.grad_reduce, ("mean", "sum"), caller=name)
+        check_choice("hvp", self.hvp, ("exact", "finite_difference", "central_difference"), caller=name)
+        check_choice("hvp_point", self.hvp_point, ("perturbed", "upstream"), caller=name)
+        if self.hvp != "exact" and self.hvp_point == "upstream":
+            raise ValueError(
+                f"{name}: hvp={self.hvp!r} has no hvp_point='upstream', which is about graphs; use 'perturbed'"
+            )
+        backends.resolve(self.backend)
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"{name}: seed is {self.seed!r}, expected an integer from 0 to 2^63 − 1")
+        if self.max_grad_norm is not None:
+            check_number("max_grad_norm", self.max_grad_norm, caller=name)
+        for flag in ("perturb_sync", "bias_correction", "skip_nonfinite", "stochastic_rounding", "capturable"):
+            object.__setattr__(self, flag, bool(getattr(self, flag)))
+
+    @property
+    def exact(self) -> bool:
+        """Whether products come from a graph, not from differences of gradients."""
+        return self.hvp == "exact"
+
+    @property
+    def gradients_per_refresh(self) -> int:
+        """Gradients at probes that a refresh by finite differences takes."""
+        return 0 if self.exact else self.n_samples * (2 if self.hvp == "central_difference" else 1)
+
+
+# Options that are attributes of an optimizer under their own names; assigning one checks it.
+OPTIONS = tuple(field.name for field in fields(Options) if field.name != "caller")
+
+# ---- hyperparameters of parameter groups ------------------------------------------------------------------------
+
+Check = Callable[[str, Any, str], None]
+
+
+def _number(name: str, value: Any, caller: str) -> None:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{caller}: {name} is a tensor of shape {tuple(value.shape)}, expected one element")
+    check_number(name, value, caller=caller)
+
+
+def _number_or_none(name: str, value: Any, caller: str) -> None:
+    if value is not None:
+        check_number(name, value, caller=caller)
+
+
+def _above_zero(name: str, value: Any, caller: str) -> None:
+    check_positive(name, value, caller=caller)
+
+
+def _betas(name: str, value: Any, caller: str) -> None:
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise ValueError(f"{caller}: betas is {value!r}, expected two numbers")
+    for i, beta in enumerate(value):
+        check_number(f"{name}[{i}]", beta, below=1.0, caller=caller)
+
+
+def _anything(name: str, value: Any, caller: str) -> None:
+    """For flags and counters."""
+
+
+# Every hyperparameter that a group may have: its default, and what checks it.
+HYPERPARAMETERS: dict[str, tuple[Any, Check]] = {
+    "lr": (0.15, _number),
+    "betas": ((0.9, 0.999), _betas),
+    "weight_decay": (0.0, _number),
+    "rho": (0.0, _number),
+    "perturb_eps": (1e-12, _number),
+    "eps": (1e-4, _number),
+    "hessian_power": (0.5, _number),
+    "hessian_floor": (0.0, _number_or_none),
+    "clip_update": (None, _number_or_none),
+    "maximize": (False, _anything),
+    "power_step": (0, _anything),
+    "rho_step": (0, _anything),
+    # of some methods alone
+    "alpha": (0.0, _number_or_none),
+    "clip_threshold": (1.0, _above_zero),
+    "sign": (-1, _anything),
+    "evaluating": (False, _anything),
+    "ascents": (0, _anything),
+}
+_COMMON = tuple(HYPERPARAMETERS)[: tuple(HYPERPARAMETERS).index("alpha")]
+
+
+def check_group(group: Mapping[str, Any], names: Iterable[str], *, caller: str) -> None:
+    """Raises ValueError unless the named hyperparameters of a parameter group are good."""
+    for name in names:
+        HYPERPARAMETERS[name][1](name, group[name], caller)
+
+
+def arguments(
+    caller: str,
+    variant: Variant,
+    own: Mapping[str, Any],
+    further: Mapping[str, Any] | None = None,
+    *,
+    refused: Mapping[str, str] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> tuple[Options, dict[str, Any]]:
+    """Sorts the arguments of a constructor into options and defaults of parameter groups.
+
+    Args:
+        caller: What errors call the optimizer.
+        variant: The method.
+        own: Arguments of its signature and what the method fixes, by name. What is neither option nor hyperparameter
+            is left to the caller.
+        further: What was given as ``**options``; ``foreach`` and ``fused`` may be anywhere.
+        refused: Arguments that the method does not have, and why.
+        extra: Further hyperparameters of its groups.
+
+    Raises:
+        TypeError: If there is no such argument.
+    """
+    known = {*_COMMON, *OPTIONS, "foreach", "fused"} - {"variant"}
+    for name in further or ():
+        if name in (refused or {}):
+            raise TypeError(f"{caller}: there is no argument {name!r}; {refused[name]}")  # type: ignore[index]
+        if name not in known or name in own:
+            raise TypeError(f"{caller}: there is no further argument {name!r}; help({caller}) lists them")
+    given = {**own, **(further or {})}
+    backend = backends.resolve(
+        given.pop("backend", "auto"), foreach=given.pop("foreach", None), fused=given.pop("fused", None)
+    )
+    wide = {name: given.pop(name) for name in OPTIONS if name in given}
+    defaults = {name: given.get(name, HYPERPARAMETERS[name][0]) for name in _COMMON} | dict(extra or {})
+    return Options(caller, variant, backend=backend, **wide), defaults

@@ -1,0 +1,189 @@
+"""All parameters of an optimizer in order: their gradients, their state, and the plans of passes over them."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from itertools import chain, compress, repeat
+from operator import contains, is_, is_not, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from .._passes.accessors import device, grad, set_grad
+from .._passes.plan import Plan
+from .._passes.shards import local
+from ..checks import parameter_name
+from .keys import BIAS2, HESSIAN_STEP
+from .options import Options
+from .state import new_state
+from .upstream import UPSTREAM_CLOCK, adopt_clock
+
+Grads = Sequence["Tensor | None"]  # by position among all parameters
+
+MOST_PLANS = 8  # of a model whose set of gradients keeps changing
+
+
+def owned(gradient: Tensor) -> Tensor:
+    """A gradient that the next backward pass can't overwrite: views of DDP's buckets are copied."""
+    here = local(gradient)
+    alone = here.untyped_storage().nbytes() == here.numel() * here.element_size()
+    return gradient.detach() if alone else gradient.detach().clone()
+
+
+class Parameters:
+    """The parameters of an optimizer.
+
+    Attributes:
+        groups: The optimizer's ``param_groups``.
+        state: The optimizer's ``state``.
+        all: Every parameter, in the order of the groups.
+        elements: Of all parameters together.
+    """
+
+    def __init__(self) -> None:
+        """Knows none yet."""
+        self.groups: list[dict[str, Any]] = []
+        self.state: MutableMapping[Tensor, dict[str, Any]] = {}
+        self.all: list[Tensor] = []
+        self.elements = 0
+        self._plans: dict[tuple[bool, ...] | None, Plan] = {}
+
+    def follow(self, groups: list[dict[str, Any]], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+        """Takes over groups and state as they are now. A change of the groups, by whomever, drops the plans."""
+        self.groups, self.state = groups, state
+        lists = list(map(itemgetter("params"), groups))
+        if sum(map(len, lists)) != len(self.all) or not all(map(is_, chain.from_iterable(lists), self.all)):
+            self.all = list(chain.from_iterable(lists))
+            self.elements = sum(p.numel() for p in self.all)
+            self.drop_plans()
+
+    def drop_plans(self) -> None:
+        """Forgets what is kept between steps."""
+        self._plans.clear()
+
+    def devices(self) -> set[torch.device]:
+        """Where the parameters are."""
+        return set(map(device, self.all))
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def gather(self, options: Options) -> tuple[Plan | None, list[Tensor]]:
+        """The plan for the parameters that have gradients, and these gradients."""
+        grads = list(map(grad, self.all))
+        if all(map(is_not, grads, repeat(None))):
+            return self.plan(None, options), grads  # type: ignore[return-value]
+        key = tuple(map(is_not, grads, repeat(None)))
+        if not any(key):
+            return None, []
+        return self.plan(key, options), list(compress(grads, key))  # type: ignore[arg-type]
+
+    def have_grads(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return not all(map(is_, map(grad, self.all), repeat(None)))
+
+    def detach_grads(self) -> list[Tensor]:
+        """Cuts gradients off their graph: together with their parameters they are a cycle that would leak.
+
+        Returns:
+            The gradients that there are.
+        """
+        found = []
+        for p, g in zip(self.all, map(grad, self.all), strict=True):
+            if g is not None:
+                if g.requires_grad:
+                    g = p.grad = g.detach()
+                found.append(g)
+        return found
+
+    def take_grads(self) -> list[Tensor | None]:
+        """The gradients of all parameters, which are left without one. The next pass can't overwrite them."""
+        grads = list(map(grad, self.all))
+        taken = [None if g is None else owned(g) for g in grads]
+        self.clear_grads()
+        return taken
+
+    def set_grads(self, grads: Grads) -> None:
+        """Gives every parameter the gradient at its position, or none."""
+        for p, g in zip(self.all, grads, strict=True):
+            p.grad = g
+
+    def clear_grads(self) -> None:
+        """Leaves all parameters without a gradient."""
+        any(map(set_grad, self.all, repeat(None)))  # for all p: p.grad = None
+
+    # ---- plans --------------------------------------------------------------------------------------------------
+
+    def plan(self, key: tuple[bool, ...] | None, options: Options) -> Plan:
+        """The plan for the parameters that ``key`` marks; None marks all."""
+        plan = self._plans.get(key)
+        if plan is None or not plan.is_current():
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._new_plan(key, options)
+        return plan
+
+    def plan_of(self, params: Sequence[Tensor], options: Options) -> Plan | None:
+        """The plan for these parameters, None if there are none."""
+        wanted = set(map(id, params))
+        key = tuple(id(p) in wanted for p in self.all)
+        return self.plan(None if all(key) else key, options) if any(key) else None
+
+    def _new_plan(self, key: tuple[bool, ...] | None, options: Options) -> Plan:
+        names = self.names()
+        groups = [g for g, group in enumerate(self.groups) for _ in group["params"]]
+        columns = (self.all, list(range(len(self.all))), groups, names)
+        if key is not None:
+            columns = tuple(list(compress(column, key)) for column in columns)  # type: ignore[assignment]
+        params, positions, groups, names = columns
+        return Plan(
+            params,
+            positions,
+            groups,
+            len(self.groups),
+            names,
+            options.variant,
+            lambda device: backends.choose(options.backend, device),
+        )
+
+    def names(self) -> list[str]:
+        """What errors call each parameter."""
+        found = []
+        for g, group in enumerate(self.groups):
+            given = group.get("param_names")
+            found += [parameter_name(g, i, given[i] if given else None) for i in range(len(group["params"]))]
+        return found
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    def states(self, plan: Plan, options: Options) -> list[dict[str, Any]]:
+        """State of every parameter of the plan, created where it is missing."""
+        if 0 < len(plan.states) == len(self.state) and all(map(is_, plan.states, self.state.values())):
+            return plan.states  # the very entries of last time, found without hashing a parameter
+        states = list(map(self.state.get, plan.params))
+        for i, p in enumerate(plan.params):
+            if not states[i]:
+                in_state = options.variant.x_in_state
+                self.state[p] = states[i] = new_state(p, on_device=options.capturable, x_in_state=in_state)
+        return states  # type: ignore[return-value]
+
+    def clock(self) -> int:
+        """Steps since the start, not counting steps whose refresh failed. It lives in the parameters' state."""
+        entries = self.state.values()
+        if any(map(contains, entries, repeat(UPSTREAM_CLOCK))):
+            for entry in entries:
+                if UPSTREAM_CLOCK in entry:
+                    adopt_clock(entry)
+        try:
+            return max(map(itemgetter(HESSIAN_STEP), entries), default=0)
+        except KeyError:  # entries without state, as after an adopted clock
+            return max((entry.get(HESSIAN_STEP, 0) for entry in entries), default=0)
+
+    def without_curvature(self, plan: Plan) -> list[bool]:
+        """Which parameters of a plan have no curvature."""
+        if plan.has_curvature:
+            return [False] * len(plan.params)
+        missing = [not entry or not entry.get(BIAS2) for entry in map(self.state.get, plan.params)]
+        plan.has_curvature = not any(missing)
+        return missing

@@ -1,0 +1,505 @@
+"""The step at hand: everything about it, and nothing that outlives it.
+
+A step is made by the first call that belongs to it and ends with the last one, or with an exception. Where x lies is
+known before anything moves, and forgotten only after it is back. So there is a way back from every line: an exception
+leaves the weights at x with the state that belongs to it, or, once the update has run, at the next x with its state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
+
+from torch import Tensor
+from torch.amp import GradScaler
+
+from .. import schedules
+from .._parallel.collectives import EarlyReduction
+from .._parallel.reducer import Reducer
+from .._passes.accessors import requires_grad, version, weights_moved
+from .._passes.plan import Plan
+from .._passes.reference import Stepped
+from ..checks import check_number
+from ..stats import Stats
+from .contexts import RandomState
+from .curvature import Curvature, Refresh
+from .gap import decompose, decomposes
+from .keys import STEP
+from .options import Options
+from .params import Grads, Parameters
+
+Gathered: TypeAlias = "tuple[Plan | None, list[Tensor]]"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Phase(Enum):
+    """How far a step has come."""
+
+    BEGUN = "at x"  # the gradient to descend along is not complete
+    CLIMBED = "at x + ε"  # the second pass is to come, or has run
+    PROBING = "at a probe"  # around x + ε
+    COLLECTED = "at x, with gradients and products complete"
+    ENDED = "over"
+
+
+class Amp(NamedTuple):
+    """What mixed precision tells an update.
+
+    Attributes:
+        loss_scale: What the gradients still have to be divided by.
+        overflow: Not 0 if gradients are known to have overflowed.
+        check_finite: Find out whether they have.
+    """
+
+    loss_scale: Tensor | None = None
+    overflow: float | Tensor = 0.0
+    check_finite: bool = False
+
+
+NO_AMP = Amp()
+
+
+class Pending(Protocol):
+    """An update that is under way."""
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a kernel has changed anything: there is no way back then, only on."""
+
+    def finish(self) -> None:
+        """Does what is left to do. What is done already is not done again."""
+
+
+class Ascent(ABC):
+    """Where gradient and curvature of a step are taken, and the way back from there.
+
+    Attributes:
+        collector: The call of hand-written loops that takes products and makes gradients complete.
+        probe_recipe: What such a loop has to call for finite differences.
+    """
+
+    collector: str
+    probe_recipe: str
+
+    @abstractmethod
+    def needs_pass(self, step: Step) -> bool:
+        """Whether a closure is called at x first, for the sake of the ascent alone."""
+
+    @abstractmethod
+    def climb(self, step: Step, plan: Plan, grads: list[Tensor], *, zero_grad: bool) -> None:
+        """Moves the weights to x + ε, or only prepares the way back from probes."""
+
+    @abstractmethod
+    def come_back(self, step: Step, plan: Plan, *, tell_autograd: bool) -> None:
+        """Undoes :meth:`climb` and probes, as far as they came."""
+
+    def prepare_update(self, step: Step) -> None:
+        """Before an update: finds out what :meth:`follow_update` needs, once."""
+        del step  # an ascent along the gradient needs nothing
+
+    def follow_update(self, step: Step, plan: Plan, states: list[dict[str, Any]], found: Stepped) -> None:
+        """After an update: tells everybody that the weights moved. May be called twice."""
+        step.parts.weights_moved(plan)
+
+
+class Descent(ABC):
+    """How a step makes the next x of its gradients and products.
+
+    Attributes:
+        has_curvature: Whether it takes products at all.
+    """
+
+    has_curvature: bool
+
+    @abstractmethod
+    def clock(self, params: Parameters) -> int:
+        """Steps since the start, not counting steps whose refresh failed."""
+
+    @abstractmethod
+    def update(self, step: Step, plan: Plan, curvature: Curvature, amp: Amp) -> None:
+        """The update, from gradients that are bound to the plan, and products of the loss itself on a refresh."""
+
+
+@dataclass
+class Parts:
+    """What an optimizer is made of. Steps work with these; adapters of frameworks may."""
+
+    options: Options
+    params: Parameters
+    reducer: Reducer
+    ascent: Ascent
+    descent: Descent
+    stats: Stats
+
+    def weights_moved(self, plan: Plan) -> None:
+        """Tells autograd, autocast and FSDP2 that weights moved."""
+        weights_moved(plan.params)
+        if plan.sharded:
+            self.reducer.reshard()
+
+
+def changed_since(plan: Plan, versions: Sequence[int]) -> str | None:
+    """Which parameters of a plan changed since they had these versions, None if none did."""
+    if list(map(version, plan.params)) == versions:
+        return None
+    rows = zip(plan.names, plan.params, versions, strict=True)
+    names = [name for name, p, before in rows if p._version != before]
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _undone_on_error(method: Callable[Concatenate[Step, P], R]) -> Callable[Concatenate[Step, P], R]:
+    """Ends the step if an exception leaves the method."""
+
+    @wraps(method)
+    def guarded(self: Step, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            self.roll_back()
+            raise
+
+    return guarded  # type: ignore[return-value]
+
+
+class Step:
+    """One step. Its methods are its phases; ``closure.run`` has their order.
+
+    Attributes:
+        parts: What the optimizer is made of.
+        driven: Whether a closure drives it, so that calls of ``zero_grad`` are part of it.
+        phase: How far it has come.
+        climbed: Whether there was an ascent, back or not.
+        clock: Steps since the start.
+        parallel: Whether gradients are, or may have to be, reduced over processes.
+        refresh: When the curvature is refreshed, and from what.
+        moved: Parameters that were moved away from where the step began and are not back yet.
+        firsts: Gradients of the first pass by position, where the descent is made of both.
+        early: What was sent to other processes while the pass at hand ran.
+        curvature: Products, once they are taken.
+        pending: The update, once it is prepared.
+        is_replaying: Whether a pass runs whose random numbers are remembered.
+        wants_graph: Whether the pass at hand may be the one that is differentiated again.
+        is_undone: Whether an exception has ended it before its update.
+        is_shadow: Whether this process has no data, and takes part in the steps of the others alone.
+    """
+
+    def __init__(self, parts: Parts, *, driven: bool = False) -> None:
+        """Asks, once, for the clock, for other processes, and whether this step refreshes the curvature."""
+        params, options = parts.params, parts.options
+        self.parts = parts
+        self.driven = driven
+        self.phase = Phase.BEGUN
+        self.climbed = False
+        self.clock = parts.descent.clock(params)
+        self.parallel = parts.reducer.is_needed(params.all, options.reduce_grads)
+        self.refresh = Refresh(
+            *(params, options, parts.stats, self.clock),
+            has_curvature=parts.descent.has_curvature,
+            parallel=self.parallel,
+        )
+        self.moved: Plan | None = None
+        self.firsts: Grads | None = None
+        self.early: EarlyReduction | None = None
+        self.curvature: Curvature | None = None
+        self.pending: Pending | None = None
+        self.is_replaying = False
+        self.wants_graph = True
+        self.is_shadow = False
+        self.is_undone = False
+        self._zeroes = False  # whether the ascent may have taken the memory of gradients
+        self._is_reduced = False  # whether the gradients come from all processes
+        self._versions: list[int] = []  # of the moved parameters when they were moved last
+        self._radii: Sequence[float | Tensor] | None = None
+        self._randoms: list[RandomState] = []  # of the passes before the ascent
+        self._replayed = 0
+        self._is_zeroed = False  # whether gradients were zeroed since the last of these passes
+        self._next_values: dict[str, Any] = {}  # that schedules have for the groups
+
+    # ---- questions ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the weights are not where the step began."""
+        return self.phase is Phase.CLIMBED or self.phase is Phase.PROBING
+
+    @property
+    def hessian_due(self) -> bool:
+        """Whether the step refreshes curvature, as far as is known by now."""
+        return self.refresh.is_due(self.moved)
+
+    @property
+    def probes_due(self) -> int:
+        """Gradients at probes that the step takes."""
+        return self.parts.options.gradients_per_refresh if self.hessian_due else 0
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether one of its backward passes has to make a graph."""
+        return self.parts.options.exact and self.hessian_due
+
+    @property
+    def decomposes(self) -> bool:
+        """Whether its descent is made of the gradients of two passes."""
+        return decomposes(self.parts.params, self.parts.options)
+
+    def noise_draw(self, plan: Plan) -> int | Tensor:
+        """Number of the step's draw of rounding noise. With ``capturable`` it is the step count on the device."""
+        if not self.parts.options.capturable:
+            return self.clock
+        entry = self.parts.params.state.get(plan.params[0])
+        return entry[STEP] if entry else 0
+
+    # ---- schedules ----------------------------------------------------------------------------------------------
+
+    def radii(self) -> Sequence[float | Tensor]:
+        """The radius of every group in this step."""
+        if self._radii is None:
+            self._radii = self.next_rho()
+        return self._radii
+
+    def next_rho(self) -> Sequence[float | Tensor]:
+        """The radius of every group; one that is scheduled takes its next value."""
+        options = self.parts.options
+        radii = [group["rho"] for group in self.parts.params.groups]
+        if options.rho_scheduler is not None:
+            radii = [self._scheduled("rho", "rho_step", options.rho_scheduler)] * len(radii)
+        return radii if options.capturable else list(map(float, radii))
+
+    def groups_of_update(self) -> list[dict[str, Any]]:
+        """The parameter groups as the update sees them: a Hessian power that is scheduled takes its next value."""
+        groups, schedule = self.parts.params.groups, self.parts.options.hessian_power_scheduler
+        if schedule is None:
+            return groups
+        power = self._scheduled("hessian_power", "power_step", schedule)
+        return [{**group, "hessian_power": power} for group in groups]
+
+    def _scheduled(self, key: str, counter: str, schedule: schedules.Schedule | schedules.Stepping) -> float:
+        """The next value of a schedule, which the groups get when the step is done."""
+        count = self.parts.params.groups[0][counter]
+        value = schedules.next_value(schedule, count)
+        check_number(key, value, caller=self.parts.options.caller)
+        self._next_values |= {key: value, counter: count + 1}
+        return value
+
+    def write_schedules(self) -> None:
+        """Gives the groups what was scheduled for this step. May be called twice."""
+        if self._next_values:
+            for group in self.parts.params.groups:
+                group.update(self._next_values)
+
+    # ---- random numbers -----------------------------------------------------------------------------------------
+
+    def replay_random(self) -> None:
+        """Before a pass: remembers the random numbers of those before the ascent, and goes back to them afterwards."""
+        if self.is_away and self._randoms:
+            self._randoms[self._replayed % len(self._randoms)].restore()
+            self._replayed += 1
+        elif not self.is_away:
+            if self._is_zeroed:  # whoever zeroed gradients has given up the passes before
+                self._randoms, self._is_zeroed = [], False
+            self._randoms.append(RandomState(p.device for p in self.parts.params.all))
+
+    @property
+    def has_only_begun(self) -> bool:
+        """Whether nothing is known of it but the random numbers of its first passes."""
+        return self.phase is Phase.BEGUN and not self.driven and not self.climbed and bool(self._randoms)
+
+    def note_zero_grad(self) -> None:
+        """The next pass begins anew, unless the gradients were zeroed within a pass."""
+        self._is_zeroed = not self.is_replaying
+
+    # ---- phases -------------------------------------------------------------------------------------------------
+
+    @_undone_on_error
+    def climb(self, *, zero_grad: bool, caller: str = "perturb_weights") -> None:
+        """Moves the weights to x + ε, from the gradients of the first pass."""
+        params, options = self.parts.params, self.parts.options
+        if options.perturb_sync and self._grads_are_local():
+            self.parts.reducer.reduce(params.all, None, mean=options.grad_reduce == "mean", early=self._take_early())
+        plan, grads = params.gather(options)
+        if plan is None:
+            raise RuntimeError(f"{options.caller}.{caller}: no parameter has a gradient; run loss.backward() first")
+        self._zeroes = zero_grad
+        self.parts.ascent.climb(self, plan, grads, zero_grad=zero_grad)
+        self.climbed = True
+        self.phase = Phase.CLIMBED
+
+    def check_probe(self) -> None:
+        """Raises if all probes were taken, or if no backward pass has run since the weights moved last."""
+        probes, name = self.refresh.probes, self.parts.options.caller
+        if probes is not None and probes.done == probes.needed:
+            raise RuntimeError(
+                f"{name}.probe_weights: all {probes.done} probes were taken; call {self.parts.ascent.collector}()"
+            )
+        if not self.parts.params.have_grads():
+            raise RuntimeError(
+                f"{name}.probe_weights: no parameter has a gradient at the present weights; run loss.backward() first"
+            )
+
+    @_undone_on_error
+    def probe(self) -> None:
+        """Moves the weights to the next probe."""
+        assert self.moved is not None
+        self.refresh.probe(self.moved)
+        self.phase = Phase.PROBING
+        self.note_move(self.moved)
+
+    @_undone_on_error
+    def collect(
+        self,
+        caller: str,
+        *,
+        scaler: GradScaler | None = None,
+        curvature: Curvature | None = None,
+        fused: bool = False,
+    ) -> Gathered | None:
+        """Takes the products of a refresh at the present weights, and makes the gradients those to descend along.
+
+        Args:
+            caller: The public call.
+            scaler: Scaled the losses.
+            curvature: Products that are taken already.
+            fused: Leave differences to the update, where that can be.
+
+        Returns:
+            The gradients and their plan, for :meth:`update`, if they were looked up and are still the same.
+        """
+        self.check_untouched(caller)
+        gathered: Gathered | None = None
+        found = curvature or self.curvature
+        if found is None:
+            found, gathered = self._take_products(caller, fused=fused)
+        if found.products is not None or self.firsts is not None or self.parallel:
+            self.parts.params.detach_grads()
+            gathered = None
+        sync = self.parts.options.perturb_sync
+        if not sync:  # as GSAM does, and it sends nothing more
+            self._decompose()
+        if not self._is_reduced and self._grads_are_local():
+            found = self.refresh.reduced(found, self.parts.reducer, self._take_early())
+        self._is_reduced = True
+        if sync:  # both gradients are those of all processes, as in one process
+            self._decompose()
+        if scaler is not None and scaler.is_enabled():
+            if found.products is not None:
+                found = replace(found, loss_scale=scaler.get_scale())
+            self.parts.stats.divide_by(scaler)
+        self.curvature = found
+        if not self.is_away:
+            self.phase = Phase.COLLECTED
+        return gathered
+
+    def unscale_products(self, left: Tensor | None = None) -> None:
+        """Takes the loss scale out of the products; ``left`` is what GradScaler left in the gradients."""
+        found = self.curvature
+        if found is None or found.products is None:
+            return
+        known = found.loss_scale or (None if left is None else float(left))
+        if known is None:
+            name = self.parts.options.caller
+            raise RuntimeError(
+                f"{name}.step: GradScaler has unscaled the gradients, but the products of this refresh still "
+                f"carry a loss scale that is not known here; call {self.parts.ascent.collector}(scaler=scaler)"
+            )
+        self.curvature = found.unscaled(known)
+
+    @_undone_on_error
+    def come_back(self, *, tell_autograd: bool = True) -> None:
+        """Goes back to where the step began, if the weights are not there."""
+        self._come_back(tell_autograd=tell_autograd)
+        self.phase = Phase.BEGUN if self.curvature is None else Phase.COLLECTED
+
+    @_undone_on_error
+    def update(self, gathered: Gathered | None = None, amp: Amp = NO_AMP) -> None:
+        """The next x, from gradients and products that were collected. ``gathered`` is what :meth:`collect` gave."""
+        params, curvature = self.parts.params, self.curvature
+        assert curvature is not None
+        plan, grads = gathered or params.gather(self.parts.options)
+        if plan is None:  # nothing to descend along
+            self._come_back()
+            self.write_schedules()
+        else:
+            if any(map(requires_grad, grads)):  # the graph of a pass that no product was taken of
+                grads = params.detach_grads()
+            plan.bind_grads(grads)
+            self.parts.descent.update(self, plan, curvature, amp)
+        self.phase = Phase.ENDED
+        self.pending = None  # which knows its step: together they would wait for the garbage collector
+
+    def roll_back(self) -> None:
+        """Ends the step after an exception, if it is not over: undoes it, or finishes an update that has run."""
+        if self.phase is Phase.ENDED:
+            return
+        self.is_undone = self.pending is None or not self.pending.has_run
+        if self.is_undone:
+            if self.phase is Phase.BEGUN and self._zeroes and self.moved is not None and self.moved.x_in_backup:
+                self.parts.params.clear_grads()  # those of the first pass, whose memory may hold x
+            self._come_back()
+        elif self.pending is not None:
+            self.pending.finish()
+        self.phase = Phase.ENDED
+
+    # ---- moving weights -----------------------------------------------------------------------------------------
+
+    def note_move(self, plan: Plan) -> None:
+        """Tells everybody that the weights moved, and remembers that it was us."""
+        self.parts.weights_moved(plan)
+        self._versions = list(map(version, plan.params))
+
+    def _come_back(self, *, tell_autograd: bool = True) -> None:
+        if self.moved is not None:
+            self.parts.ascent.come_back(self, self.moved, tell_autograd=tell_autograd)
+            self.moved = None
+
+    def check_untouched(self, caller: str) -> None:
+        """Raises if anybody else changed the moved weights in place: the way back would lose it."""
+        changed = None if self.moved is None else changed_since(self.moved, self._versions)
+        if changed is not None:
+            raise RuntimeError(
+                f"{self.parts.options.caller}.{caller}: {changed} changed in place while holding x + ε, and going back "
+                "loses that; move the line that changes weights to after step(). The weights are x again"
+            )
+
+    # ---- gradients and products ---------------------------------------------------------------------------------
+
+    def _take_products(self, caller: str, *, fused: bool) -> tuple[Curvature, Gathered | None]:
+        parts = self.parts
+        if not parts.descent.has_curvature:
+            return Curvature(), None
+        if self.is_away and not parts.options.exact:
+            no_pass = self.refresh.probes is None and not parts.params.have_grads()
+            if no_pass or not self.hessian_due:
+                return Curvature(), None
+            return self.refresh.from_probes(self.moved, parts.ascent.collector, fused=fused), None
+        if not self.refresh.scheduled and (self.parallel or (self.moved is not None and self.moved.has_curvature)):
+            return Curvature(), None
+        gathered = plan, grads = parts.params.gather(parts.options)
+        if plan is not None and self.refresh.scheduled:
+            plan.bind_grads(grads)  # names a gradient that does not fit, before anything is made of it
+        return self.refresh.exact(plan, grads, caller, parts.ascent.probe_recipe), gathered
+
+    def exact_products(self, caller: str) -> Curvature:
+        """Products from the graph of the gradients at hand, if any are due."""
+        gathered = self.parts.params.gather(self.parts.options)
+        return self.refresh.exact(*gathered, caller, self.parts.ascent.probe_recipe)
+
+    def _grads_are_local(self) -> bool:
+        options = self.parts.options
+        return self.parallel and self.parts.reducer.grads_are_local(
+            self.parts.params.all, options.reduce_grads, options.grad_reduce
+        )
+
+    def _take_early(self) -> EarlyReduction | None:
+        early, self.early = self.early, None
+        return early
+
+    def _decompose(self) -> None:
+        if self.firsts is not None:
+            decompose(self.parts.params, self.parts.options, self.firsts)
+            self.firsts = None

@@ -1,0 +1,1 @@
+"""What the tools that measure a minimum are made of. The optimizers do not use it."""

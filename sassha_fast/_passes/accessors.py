@@ -1,0 +1,91 @@
+"""Per-tensor questions that are asked of every tensor at every step, as C functions to ``map`` over a list.
+
+Looking an attribute up on a tensor costs as much as the answer. These are what the attributes call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+address = torch._C.TensorBase.data_ptr
+is_contiguous = torch._C.TensorBase.is_contiguous
+device: Callable[[Tensor], torch.device] = torch._C.TensorBase.__dict__["device"].__get__
+grad: Callable[[Tensor], Tensor | None] = torch._C.TensorBase.__dict__["grad"].__get__
+set_grad: Callable[[Tensor, None], None] = torch._C.TensorBase.__dict__["grad"].__set__
+version: Callable[[Tensor], int] = torch._C.TensorBase.__dict__["_version"].__get__
+requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
+
+
+_tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def _idle_refcount() -> int:
+    param = torch.zeros(1, requires_grad=True)
+    param.grad = torch.zeros(1)
+    grads = [p.grad for p in (param,)]
+    return next(map(sys.getrefcount, grads))
+
+
+IDLE_REFCOUNT = _idle_refcount()  # sys.getrefcount, mapped over a list, of a gradient that nobody else holds
+
+
+def no_grad(method: Callable[P, R]) -> Callable[P, R]:
+    """``torch.no_grad`` for methods that are called every step: the same switch with a tenth of the overhead.
+
+    Compiled code calls such a method as it is, like those of ``torch.optim`` under the same decorator: the passes are
+    fused already, so there is nothing to gain by tracing them.
+    """
+
+    @wraps(method)
+    def without_grad(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            try:
+                torch._C._set_grad_enabled(False)
+                return method(*args, **kwargs)
+            finally:
+                torch._C._set_grad_enabled(before)
+        except BaseException:  # an interrupt may have come before the line above
+            torch._C._set_grad_enabled(before)
+            raise
+
+    untraced: Callable[P, R] = torch._disable_dynamo(without_grad)  # type: ignore[attr-defined]
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling() or _tracer() is not None:
+            return untraced(*args, **kwargs)
+        return without_grad(*args, **kwargs)  # nobody traces: the switch that keeps tracers out costs microseconds
+
+    return call
+
+
+def ranged(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Shows a method under a readable name in ``torch.profiler`` and NVTX, and costs next to nothing without them."""
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        @wraps(method)
+        def shown(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not torch._C._autograd._profiler_enabled():
+                return method(*args, **kwargs)
+            with torch.profiler.record_function(f"SASSHA.{name}"):
+                return method(*args, **kwargs)
+
+        return shown
+
+    return decorate
+
+
+def weights_moved(params: list[Tensor]) -> None:
+    """Tells autograd that weights changed, and autocast that its copies of them are stale."""
+    torch._C._increment_version(params)  # what torch.autograd.graph.increment_version calls
+    torch.clear_autocast_cache()

@@ -1,0 +1,279 @@
+"""What is kept between steps: the passes over the parameters that have gradients, as long as nothing moved.
+
+Work per tensor in Python is what a small-tensor step costs, so everything here that runs every step is a ``map`` over
+C functions.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from operator import is_, itemgetter
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..variant import Variant
+from .accessors import address, ranged
+from .layout import TALLY_WORDS, DeviceScalars, Scalars
+from .reference import Members, Passes, Products, Stepped
+from .shards import group_of, is_sharded, local, shard_of
+
+T = TypeVar("T")
+
+
+class Plan:
+    """Passes over a fixed list of parameters.
+
+    They come in parts: one for each device, for each number of processes that hold the same elements of a shard, for
+    parameters that ASAM's scaling covers and that it does not, and for those whose memory the kernels can't take,
+    which go the reference's way.
+
+    Attributes:
+        params: The parameters.
+        positions: Where each stands among all parameters of the optimizer.
+        groups: Parameter group of each.
+        spans: The slice that each group takes of every list: parameters come group by group.
+        has_curvature: Whether every parameter has some. Once true, it stays true.
+        states: State that is bound to the passes.
+        signs_in_registers: Of each parameter, whether the update can draw the signs of its product itself.
+    """
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        positions: list[int],
+        groups: list[int],
+        n_groups: int,
+        names: list[str],
+        variant: Variant,
+        passes_on: Callable[[torch.device], type[Passes]],
+    ) -> None:
+        """Binds the passes of each device to its parameters."""
+        self.params = params
+        self.positions = positions
+        self.names = names
+        self.groups = groups
+        self.n_groups = n_groups
+        self.variant = variant
+        self.ranks = list(range(len(params)))
+        starts = [bisect_left(groups, g) for g in range(n_groups + 1)]
+        self.spans = {g: slice(starts[g], starts[g + 1]) for g in range(n_groups) if starts[g] < starts[g + 1]}
+        self.sharded = any(map(is_sharded, params))
+        self.process_group = group_of(params)  # that shares the shards, if there are any
+        self.addresses = self._addresses(params)
+        shards = list(map(shard_of, params)) if self.sharded else ()
+        weights = [local(p.data) for p in params]
+        members = Members(weights, positions, groups, n_groups, names, shards)
+        kinds: dict[tuple[torch.device, int, bool, type[Passes]], list[int]] = {}
+        everyone = dist.get_world_size(self.process_group) if self.sharded else 1
+        for i, weight in enumerate(weights):
+            shard = members.shard(i)
+            replicas = everyone if shard is None else shard.replicas
+            passes = passes_on(weight.device)
+            chosen = passes if passes.takes(weight) else Passes
+            key = (weight.device, replicas, variant.scales_by_weight(weight.dim()), chosen)
+            kinds.setdefault(key, []).append(i)
+        self.replicas = [replicas for _, replicas, _, _ in kinds]
+        self.adaptive = [adaptive for _, _, adaptive, _ in kinds]
+        self.parts: list[tuple[Passes, list[int]]] = [
+            (chosen(members.take(places) if len(kinds) > 1 else members), places)
+            for (_, _, _, chosen), places in kinds.items()
+        ]
+        self.draws = [torch.zeros(1, dtype=torch.int64, device=device) for device, _, _, _ in kinds]
+        self.numels = [p.numel() for p in params]
+        self.signs_in_registers = [False] * len(params)
+        for part, places in self.parts:
+            for j, i in enumerate(places):
+                self.signs_in_registers[i] = part.signs_in_registers(j)
+        self.has_curvature = False
+        self.states: list[dict[str, Any]] = []
+        self._state_addresses: list[list[int]] = []
+        self._counts = [0] * len(self.parts)  # updates of each part before the one at hand
+
+    def is_current(self) -> bool:
+        """Whether the parameters still lie where they lay: ``p.data = ...`` and ``model.to()`` move them."""
+        return self._addresses(self.params) == self.addresses
+
+    def _addresses(self, tensors: list[Tensor]) -> list[int]:
+        return list(map(address, map(local, tensors) if self.sharded else tensors))
+
+    def _split_tensors(self, tensors: list[Tensor], positions: list[int]) -> list[Tensor]:
+        """The local parts of the tensors at ``positions``."""
+        return self._split(list(map(local, tensors)) if self.sharded else tensors, positions)
+
+    def _over_shards(self, value: Tensor) -> Tensor:
+        """The sum over the processes that share the shards."""
+        if self.sharded:
+            dist.all_reduce(value, group=self.process_group)
+        return value
+
+    def _split(self, values: Sequence[T], positions: list[int]) -> list[T]:
+        if len(self.parts) == 1:
+            return values if isinstance(values, list) else list(values)
+        return [values[i] for i in positions]
+
+    def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
+        """Hands the gradients to the passes, which check them; ``overwrite`` says that an ascent follows."""
+        for passes, positions in self.parts:
+            passes.bind_grads(self._split_tensors(grads, positions), overwrite=overwrite)
+
+    def bind_state(self, states: list[dict[str, Any]], keys: Sequence[str]) -> None:
+        """Hands the tensors under these keys, m, D and x where it is kept there, to the passes, if they are new."""
+        tensors = [list(map(itemgetter(key), states)) for key in keys]
+        addresses = [self._addresses(column) for column in tensors]
+        known = states is self.states or (len(self.states) == len(states) and all(map(is_, states, self.states)))
+        if known and addresses == self._state_addresses:
+            return
+        for passes, positions in self.parts:
+            passes.bind_state(*(self._split_tensors(column, positions) for column in tensors))
+        self.states, self._state_addresses = states, addresses
+
+    @ranged("norm")
+    def square_sums(self, *, of_ascent: bool) -> Tensor:
+        """Squared gradient norm per group, on the first parameter's device, weighed as ``of_ascent`` asks for."""
+        flags = self.adaptive if of_ascent else [False] * len(self.parts)
+        sums = [passes.square_sums(adaptive=adaptive) for (passes, _), adaptive in zip(self.parts, flags, strict=True)]
+        return self._total(sums)
+
+    def _total(self, sums: Sequence[Tensor]) -> Tensor:
+        """The sum over parts and over shards, on the first parameter's device."""
+        total = sums[0] / self.replicas[0] if self.sharded else sums[0]
+        for other, replicas in zip(sums[1:], self.replicas[1:], strict=True):
+            total = total + other.to(total.device) / replicas
+        return self._over_shards(total)
+
+    @ranged("perturb")
+    def perturb(self, scales: Tensor, *, take_grads: bool | Sequence[bool], seed: int) -> None:
+        """Moves every parameter to x + ε."""
+        for (passes, positions), adaptive, draw in zip(self.parts, self.adaptive, self.draws, strict=True):
+            here = scales.to(draw.device)
+            taken = take_grads if isinstance(take_grads, bool) else self._split(take_grads, positions)
+            passes.perturb(here, adaptive=adaptive, take_grads=taken, seed=seed, draw=draw)
+
+    @ranged("momentum_ascent")
+    def momentum_ascent(self, scales: Tensor, seed: int) -> None:
+        """Writes x + ε into every parameter, from x in state and from the momentum."""
+        for (passes, _), adaptive, draw in zip(self.parts, self.adaptive, self.draws, strict=True):
+            passes.momentum_ascent(scales.to(draw.device), adaptive=adaptive, seed=seed, draw=draw)
+
+    def show_x(self) -> None:
+        """Writes x, which is kept in state, into every parameter."""
+        for passes, _ in self.parts:
+            passes.show_x()
+
+    @ranged("gap_sums")
+    def gap_sums(self, firsts: list[Tensor]) -> Tensor:
+        """‖g‖², g·g̃ and ‖g̃‖² of the gradients of the first pass and the bound ones."""
+        for passes, positions in self.parts:
+            passes.bind_firsts(self._split_tensors(firsts, positions))
+        return self._total([passes.gap_sums() for passes, _ in self.parts])
+
+    @ranged("decompose")
+    def decompose(self, scales: Tensor) -> None:
+        """Makes GSAM's descent of the bound gradients, in place."""
+        for (passes, _), draw in zip(self.parts, self.draws, strict=True):
+            passes.decompose(scales.to(draw.device))
+
+    def count_draw(self, draw: int | Tensor) -> None:
+        """Sets the number of the draw of rounding noise, in memory of every device."""
+        for number in self.draws:
+            number.copy_(draw) if isinstance(draw, Tensor) else number.fill_(draw)
+
+    @property
+    def x_in_backup(self) -> bool:
+        """Whether parameters hold x + ε of an ascent."""
+        return any(passes.x_in_backup for passes, _ in self.parts)
+
+    @ranged("restore")
+    def restore(self) -> None:
+        """Puts x back where an ascent has moved it, also if a parameter was given other memory in the meantime."""
+        current = self.is_current()
+        for passes, positions in self.parts:
+            if current or not passes.x_in_backup:
+                passes.restore()
+                continue
+            for i, backup in zip(positions, passes.backups, strict=True):
+                local(self.params[i].data).copy_(backup)
+            passes.forget_backups()
+
+    @ranged("probe")
+    def probe(self, h: float, seed: int, draw: int) -> None:
+        """Adds h·z to every parameter."""
+        for passes, _ in self.parts:
+            passes.probe(h, seed, draw)
+
+    def weight_norm(self) -> float:
+        """‖x‖ over all parameters."""
+        parts = zip(self.parts, self.replicas, strict=True)
+        total = sum(passes.weight_square_sum() / replicas for (passes, _), replicas in parts)
+        if self.sharded:
+            total = float(self._over_shards(torch.tensor(total, dtype=torch.float64, device=self.draws[0].device)))
+        return math.sqrt(total)
+
+    def rademacher(self, positions: Sequence[int], seed: int, draw: int) -> list[Tensor]:
+        """Signs z for the parameters at ``positions``."""
+        if len(self.parts) == 1:
+            return self.parts[0][0].rademacher(positions, seed, draw)
+        wanted, signs = set(positions), dict[int, Tensor]()
+        for passes, members in self.parts:
+            local = [j for j, i in enumerate(members) if i in wanted]
+            drawn = passes.rademacher(local, seed, draw)
+            signs.update((members[j], z) for j, z in zip(local, drawn, strict=True))
+        return [signs[i] for i in positions]
+
+    @ranged("step")
+    def step(
+        self,
+        scalars: Scalars,
+        cohorts: list[int],
+        products: Products | None,
+        seed: int,
+        draw: int,
+        *,
+        restore: bool = False,
+        stochastic: bool = False,
+    ) -> None:
+        """Updates every parameter. Parts that an interrupted call has updated already are left alone."""
+        columns = zip(self.parts, self.adaptive, self.draws, self._counts, strict=True)
+        for (passes, positions), adaptive, number, count in columns:
+            if passes.updates > count:
+                continue
+            if isinstance(scalars, DeviceScalars) and len(self.parts) > 1:
+                scalars = DeviceScalars(scalars.table.to(number.device), scalars.powers)
+            mine = products if products is None or len(self.parts) == 1 else products.take(positions)
+            passes.step(
+                *(scalars, self._split(cohorts, positions), mine, seed, draw),
+                restore=restore,
+                noise_draw=number if stochastic else None,
+                sample=self.variant.sample,
+                adaptive=adaptive,
+            )
+
+    @property
+    def step_has_run(self) -> bool:
+        """Whether any part has run the update at hand."""
+        return any(passes.updates > count for (passes, _), count in zip(self.parts, self._counts, strict=True))
+
+    def begin_step(self) -> None:
+        """Lets the next call of :meth:`step` be another update."""
+        self._counts = [passes.updates for passes, _ in self.parts]
+
+    def found(self) -> Stepped:
+        """What the last update found on its way, over all parts and shards."""
+        if len(self.parts) == 1 and not self.sharded:
+            return self.parts[0][0].found
+        found = [passes.found for passes, _ in self.parts]
+        squares = [part.square_sums for part in found if part.square_sums is not None]
+        tallies = [part.tallies for part in found if part.tallies is not None]
+        return Stepped(self._tallies(tallies) if tallies else None, self._total(squares) if squares else None)
+
+    def _tallies(self, tallies: Sequence[Tensor]) -> Tensor:
+        """Those of all parts and shards, in the order of the parameters."""
+        combined = torch.empty(len(self.params), TALLY_WORDS, dtype=torch.float64, device=self.draws[0].device)
+        for (_, positions), tally, replicas in zip(self.parts, tallies, self.replicas, strict=True):
+            combined[positions] = tally.to(combined.device) / replicas
+        return self._over_shards(combined)

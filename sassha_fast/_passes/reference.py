@@ -1,0 +1,371 @@
+"""The passes over one list of parameters, in their plainest form: backend ``reference``.
+
+An object of this class is bound to parameters of one device and lives as long as their addresses stand. Other
+backends override the passes that they make faster; what they write has the same bits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..variant import Sample
+from .layout import (
+    JOURNAL_WORDS,
+    PROBE_GRADIENT,
+    SIGNED_PRODUCT,
+    TALLY_WORDS,
+    UPDATES,
+    X_IN_BACKUP,
+    Scalars,
+    StepScalars,
+)
+from .shards import Shard
+
+
+@dataclass(frozen=True)
+class Members:
+    """Parallel lists that describe parameters of one device.
+
+    Attributes:
+        weights: Their data, without autograd history and without a version counter of its own to move.
+        indices: Position of each among all parameters of the optimizer: its stream of random numbers.
+        groups: Parameter group of each.
+        n_groups: Number of parameter groups of the optimizer.
+        names: What to call each in an error.
+        shards: Where each lies in its parameter, None if it is the whole of it; empty if all are.
+    """
+
+    weights: list[Tensor]
+    indices: list[int]
+    groups: list[int]
+    n_groups: int
+    names: list[str]
+    shards: Sequence[Shard | None] = ()
+
+    def shard(self, i: int) -> Shard | None:
+        """Where member ``i`` lies in its parameter."""
+        return self.shards[i] if self.shards else None
+
+    def numbers(self, i: int) -> Tensor | None:
+        """Global numbers of the elements of member ``i``, if it is a shard."""
+        shard, weight = self.shard(i), self.weights[i]
+        return None if shard is None else shard.numbers(tuple(weight.shape), weight.device)
+
+    def take(self, positions: Sequence[int]) -> Members:
+        """The members at ``positions``."""
+        return Members(
+            [self.weights[i] for i in positions],
+            [self.indices[i] for i in positions],
+            [self.groups[i] for i in positions],
+            self.n_groups,
+            [self.names[i] for i in positions],
+            [self.shards[i] for i in positions] if self.shards else (),
+        )
+
+
+class Products(NamedTuple):
+    """Hessian-vector products of a list of parameters.
+
+    Attributes:
+        values: Of each parameter Hz, or what ``kinds`` says, up to the update's ``product_scale``; None for none.
+        kinds: 0 for Hz, whose signs the update draws again itself; ``SIGNED_PRODUCT`` for Σ z⊙Hz over the probes;
+            ``PROBE_GRADIENT`` for the gradient at x + ε + hz.
+    """
+
+    values: list[Tensor | None]
+    kinds: list[int]
+
+    @classmethod
+    def signed(cls, values: Sequence[Tensor | None]) -> Products:
+        """Sums of z⊙Hz."""
+        return cls(list(values), [SIGNED_PRODUCT] * len(values))
+
+    def take(self, positions: Sequence[int]) -> Products:
+        """The products at ``positions``."""
+        return Products([self.values[i] for i in positions], [self.kinds[i] for i in positions])
+
+    def spread(self, positions: Sequence[int], length: int) -> Products:
+        """A list of this length with the products at ``positions``, and none elsewhere."""
+        if len(positions) == length:
+            return self
+        found = Products([None] * length, [0] * length)
+        for i, value, kind in zip(positions, *self, strict=True):
+            found.values[i], found.kinds[i] = value, kind
+        return found
+
+
+class Stepped(NamedTuple):
+    """What an update found on its way.
+
+    Attributes:
+        tallies: On a refresh a float64 tensor [members, 3]: Σ z⊙Hz over finite elements, how many of them are negative,
+            and how many there are.
+        square_sums: ‖m‖² per group (‖|x|⊙m‖² where ``adaptive``), where x is kept in state.
+    """
+
+    tallies: Tensor | None = None
+    square_sums: Tensor | None = None
+
+
+def check_grads(names: Sequence[str], weights: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Raises unless each gradient has the device, dtype and shape of its parameter and is dense."""
+    for name, weight, grad in zip(names, weights, grads, strict=True):
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"SASSHA: the gradient of {name} is sparse ({grad.layout}); SASSHA needs dense ones, "
+                "for example nn.Embedding(sparse=False)"
+            )
+        for what in ("device", "dtype", "shape"):
+            found, expected = getattr(grad, what), getattr(weight, what)
+            if found != expected:
+                raise RuntimeError(
+                    f"SASSHA: the gradient of {name} has {what} {_plain(found)}, expected {_plain(expected)} like the "
+                    "parameter; it was computed before the parameter changed: call zero_grad() and backward() again"
+                )
+
+
+def _plain(value: object) -> object:
+    return tuple(value) if isinstance(value, torch.Size) else value
+
+
+class Passes:
+    """Norm, ascent, restore, probes and update over one list of parameters.
+
+    Each pass that moves weights writes everything in a single call, and the journal with it. So an interrupt leaves
+    all of it or none, and :attr:`x_in_backup` and :attr:`updates` say which.
+    """
+
+    name = "reference"
+
+    @classmethod
+    def takes(cls, weight: Tensor) -> bool:
+        """Whether these passes work on a tensor as it lies in memory."""
+        del weight
+        return True
+
+    def __init__(self, members: Members) -> None:
+        """Binds the passes to ``members``."""
+        self.members = members
+        self.grads: list[Tensor] = []
+        self.backups: list[Tensor] = []
+        self.exp_avgs: list[Tensor] = []
+        self.hessians: list[Tensor] = []
+        self.xs: list[Tensor] | None = None  # x of every member, where it is kept in state
+        self.firsts: list[Tensor] = []
+        self.found = Stepped()
+        self._words = array("q", [0] * JOURNAL_WORDS)
+        self.journal = torch.frombuffer(self._words, dtype=torch.int64)
+
+    @property
+    def x_in_backup(self) -> bool:
+        """Whether the parameters hold x + ε of an ascent, and the backups x."""
+        return self._words[X_IN_BACKUP] != 0
+
+    @property
+    def updates(self) -> int:
+        """How many updates have run."""
+        return self._words[UPDATES]
+
+    def _write(self, tensors: list[Tensor], values: list[Tensor], word: int, value: int) -> None:
+        """Copies values to their tensors and a number into the journal, in one call."""
+        torch._foreach_copy_([*tensors, self.journal[word]], [*values, torch.tensor(value, device="cpu")])
+
+    def bind_state(self, exp_avgs: list[Tensor], hessians: list[Tensor], xs: list[Tensor] | None = None) -> None:
+        """Sets m and D of every member, and x where it is kept in state: the parameter then holds x + ε."""
+        self.exp_avgs, self.hessians, self.xs = exp_avgs, hessians, xs
+
+    def bind_firsts(self, firsts: list[Tensor]) -> None:
+        """Sets the gradients of the first pass, for :meth:`gap_sums` and :meth:`decompose`."""
+        self.firsts = firsts
+
+    def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
+        """Checks and sets the gradients that the coming pass reads; ``overwrite`` says that it may be an ascent."""
+        del overwrite  # only a backend that writes into their memory needs to know whose it is
+        check_grads(self.members.names, self.members.weights, grads)
+        self.grads = grads
+
+    def square_sums(self, *, adaptive: bool) -> Tensor:
+        """Squared gradient norm per group, in double; of |x| ⊙ g where ``adaptive``."""
+        members = self.members
+        sums = torch.zeros(members.n_groups, dtype=torch.float64, device=members.weights[0].device)
+        for group, grad, weight in zip(members.groups, self.grads, members.weights, strict=True):
+            sums[group] += reference.square_sum(grad, weight if adaptive else None)
+        return sums
+
+    def perturb(
+        self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: Tensor
+    ) -> None:
+        """Moves the parameters to x + ε and keeps x.
+
+        Args:
+            scales: ρ over the norm, float32, per group.
+            adaptive: ASAM's ascent.
+            take_grads: Gradients nobody else will read, whose memory may hold x from now on: all, none, or each.
+            seed: Key of the rounding noise of reduced-precision parameters.
+            draw: Draw of that noise, one int64 on the device.
+        """
+        del take_grads  # memory is no concern here
+        members, moved = self.members, []
+        for i, (weight, grad, group) in enumerate(zip(members.weights, self.grads, members.groups, strict=True)):
+            noise = self._noise(i, seed, draw, reference.ASCENT_NOISE)
+            moved.append(reference.ascend(weight, grad, scales[group], adaptive=adaptive, noise=noise))
+        self.backups = [weight.clone() for weight in members.weights]
+        self._write(members.weights, moved, X_IN_BACKUP, 1)
+        self.grads = []
+
+    def restore(self) -> None:
+        """Puts x back, bit for bit, unless it is there already."""
+        if self.x_in_backup:
+            self._write(self.members.weights, self.backups, X_IN_BACKUP, 0)
+        self.backups = []
+
+    def forget_backups(self) -> None:
+        """Gives up x of every member, which somebody else has put back."""
+        self._words[X_IN_BACKUP] = 0
+        self.backups = []
+
+    def momentum_ascent(self, scales: Tensor, *, adaptive: bool, seed: int, draw: Tensor) -> None:
+        """Writes x + ε into the parameters, from x in state and from m. Arguments as of :meth:`perturb`."""
+        assert self.xs is not None
+        for i, weight in enumerate(self.members.weights):
+            noise, scale = self._noise(i, seed, draw, reference.ASCENT_NOISE), scales[self.members.groups[i]]
+            weight.copy_(reference.ascend(self.xs[i], self.exp_avgs[i], scale, adaptive=adaptive, noise=noise))
+
+    def show_x(self) -> None:
+        """Writes x, which is kept in state, into the parameters."""
+        assert self.xs is not None
+        torch._foreach_copy_(self.members.weights, self.xs)
+
+    def gap_sums(self) -> Tensor:
+        """‖g‖², g·g̃ and ‖g̃‖² over all members, in double: of the first pass's gradients and the bound ones."""
+        return torch.stack([reference.gap_sums(*pair) for pair in zip(self.grads, self.firsts, strict=True)]).sum(0)
+
+    def decompose(self, scales: Tensor) -> None:
+        """Makes of the bound gradients g̃ the descent g̃ − α g⊥, in place.
+
+        Args:
+            scales: α and g·g̃/‖g̃‖² per group, float32; see :func:`reference.gap_scales`.
+        """
+        for grad, first, group in zip(self.grads, self.firsts, self.members.groups, strict=True):
+            grad.copy_(reference.descent(grad, first, scales[group]))
+        self.firsts = []
+
+    def rademacher(self, positions: Sequence[int], seed: int, draw: int) -> list[Tensor]:
+        """Signs z for the members at ``positions``."""
+        weights, indices, numbers = self.members.weights, self.members.indices, self.members.numbers
+        return [reference.rademacher(weights[i], indices[i], seed, draw, numbers=numbers(i)) for i in positions]
+
+    def probe(self, h: float, seed: int, draw: int) -> None:
+        """Adds h·z to every parameter."""
+        for i, (weight, index) in enumerate(zip(self.members.weights, self.members.indices, strict=True)):
+            weight.copy_(reference.probe(weight, h, index, seed, draw, self.members.numbers(i)))
+
+    def weight_square_sum(self) -> float:
+        """Σ x² over all members, in double."""
+        return sum(reference.square_sum(weight).item() for weight in self.updated)
+
+    def signs_in_registers(self, position: int) -> bool:
+        """Whether :meth:`step` can apply z itself to this member's product."""
+        return self.members.shard(position) is None
+
+    def step(
+        self,
+        scalars: Scalars,
+        cohorts: Sequence[int],
+        products: Products | None,
+        seed: int,
+        draw: int,
+        *,
+        restore: bool = False,
+        noise_draw: Tensor | None = None,
+        sample: Sample = Sample.ABS,
+        adaptive: bool = False,
+    ) -> Stepped:
+        """The update. Where x is kept in state it is updated there, and the parameter is left alone.
+
+        Args:
+            scalars: One per cohort.
+            cohorts: Cohort of each member.
+            products: On a refresh, those of the members.
+            seed: Key of the signs of unsigned products.
+            draw: Draw of those signs.
+            restore: Take x from the backups of the ascent, which is undone on the way.
+            noise_draw: Draw of the noise that rounds reduced-precision parameters stochastically, one int64 on the
+                device; None rounds them to nearest.
+            sample: What a refresh adds to D.
+            adaptive: Weigh m by |x| in the sum of squares.
+
+        Returns:
+            What it found on its way. :attr:`found` has it too, for those who were interrupted.
+        """
+        if restore:
+            self.restore()
+        rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        tallies = []
+        for i, weight in enumerate(self.updated):
+            row = scalars[cohorts[i]]
+            h = None if products is None else self._signed(products, i, seed, draw)
+            noise = self._noise(i, seed, noise_draw, reference.UPDATE_NOISE)
+            rows.append(
+                reference.step(weight, self.grads[i], self.exp_avgs[i], self.hessians[i], row, h, noise, sample)
+            )
+            if products is not None:
+                tallies.append(tally(h, row, weight))
+        xs, moments, curvatures = (list(column) for column in zip(*rows, strict=True))
+        sums = None if self.xs is None else self._momentum_sums(moments, xs, adaptive)
+        self.found = Stepped(torch.stack(tallies) if products is not None else None, sums)
+        targets = [*self.updated, *self.exp_avgs, *self.hessians]
+        self._write(targets, [*xs, *moments, *curvatures], UPDATES, self.updates + 1)
+        self.grads = []
+        return self.found
+
+    @property
+    def updated(self) -> list[Tensor]:
+        """Where the update finds x and leaves the next one."""
+        return self.members.weights if self.xs is None else self.xs
+
+    def _momentum_sums(self, exp_avgs: Sequence[Tensor], xs: Sequence[Tensor], adaptive: bool) -> Tensor:
+        sums = torch.zeros(self.members.n_groups, dtype=torch.float64, device=exp_avgs[0].device)
+        for group, exp_avg, x in zip(self.members.groups, exp_avgs, xs, strict=True):
+            sums[group] += reference.square_sum(exp_avg, x if adaptive else None)
+        return sums
+
+    def _noise(self, i: int, seed: int, draw: Tensor | None, domain: int) -> Tensor | None:
+        """What one member is rounded with, if it is of reduced precision and ``draw`` asks for it."""
+        weight = self.members.weights[i]
+        if draw is None or weight.dtype == reference.compute_dtype(weight.dtype):
+            return None
+        return reference.rounding_noise(weight, self.members.indices[i], seed, draw, domain)
+
+    def _signed(self, products: Products, i: int, seed: int, draw: int) -> Tensor | None:
+        """z⊙Hz of one member, or the sum of such that is there already."""
+        value, kind = products.values[i], products.kinds[i]
+        if value is None or kind == SIGNED_PRODUCT:
+            return value
+        if kind == PROBE_GRADIENT:
+            value = reference.finite_difference(value, self.grads[i])
+        return value * reference.rademacher(value, self.members.indices[i], seed, draw)
+
+
+def tally(h: Tensor | None, scalars: StepScalars, weight: Tensor) -> Tensor:
+    """One row of :attr:`Stepped.tallies`, of one member."""
+    if h is None:
+        return torch.zeros(TALLY_WORDS, dtype=torch.float64, device=weight.device)
+    dtype = reference.compute_dtype(weight.dtype)
+    h = h.to(dtype) * reference.scalar_tensors(scalars, dtype, weight.device).product_scale
+    finite = torch.isfinite(h)
+    counted = torch.where(finite, h, torch.zeros_like(h))
+    return torch.stack(
+        (
+            counted.to(torch.float64).sum(),
+            (counted < 0).sum().to(torch.float64),
+            finite.sum().to(torch.float64),
+        )
+    )

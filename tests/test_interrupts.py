@@ -1,0 +1,250 @@
+"""A way back from every line: an exception in a step leaves everything as before the step, or as after it."""
+
+import itertools
+import random
+import signal
+import time
+import traceback
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from interrupts import (
+    PACKAGE,
+    Large,
+    Net,
+    Run,
+    Surroundings,
+    Tracer,
+    come_back,
+    differences,
+    parameters,
+    picture,
+    raw,
+    true_weights,
+)
+
+from sassha_fast import GSASSHA, MSASSHA, SASSHA
+
+OPTIONS = {
+    "lr": 0.01,
+    "weight_decay": 0.01,
+    "backend": "cpu",
+    # Counters of schedules are state, too.
+    "rho_scheduler": lambda t: 0.05 + 1e-5 * t,
+    "hessian_power_scheduler": lambda t: 0.5 + 1e-5 * t,
+}
+ORDINARY, REFRESH = 10**6, 1  # lazy_hessian: from the second step on no step refreshes, or every one does
+WARM = 2  # steps before the first interrupted one: state is there, and plans are kept
+KINDS = {
+    "ordinary": {"lazy_hessian": ORDINARY},
+    "refresh": {"lazy_hessian": REFRESH},
+    "differences": {"lazy_hessian": REFRESH, "hvp": "finite_difference"},
+}
+SCENARIOS = [
+    *itertools.product([SASSHA, MSASSHA], ["calls", "closure"], KINDS),
+    *itertools.product([GSASSHA], ["calls", "closure"], ["ordinary", "refresh"]),
+    *itertools.product([MSASSHA], ["calls with take_products"], ["refresh", "differences"]),
+    # Where state and plans are made, and where the weights are in several parts, each with passes of its own.
+    (SASSHA, "closure", "refresh, first"),
+    (MSASSHA, "calls", "refresh, first"),
+    (SASSHA, "calls", "ordinary, odd layouts"),
+    (MSASSHA, "calls", "ordinary, odd layouts"),
+]
+
+
+class Twin:
+    """The same run without interrupts: what things look like before every step."""
+
+    def __init__(self, build):
+        self.run, self.random = build(), []
+        self.pictures = [picture(self.run.net, self.run.opt)]
+
+    def before(self, t):
+        """Before step ``t``, whose random numbers are seeded already."""
+        while len(self.pictures) <= t:
+            self.run.step()
+            self.random.append(raw(torch.get_rng_state()))
+            self.pictures.append(picture(self.run.net, self.run.opt))
+        torch.default_generator.manual_seed(t)
+        return {**self.pictures[t], "random numbers": raw(torch.get_rng_state())}
+
+    def after(self, t):
+        self.before(t + 1)
+        return {**self.pictures[t + 1], "random numbers": self.random[t]}
+
+
+class Interrupted:
+    """A run whose every step is interrupted at another line, looked at, and taken again."""
+
+    def __init__(self, build, first):
+        self.build, self.first = build, first
+        self.twin, self.run = Twin(build), build()
+        counted = Tracer()
+        if not first:
+            for _ in range(WARM):
+                self.run.step()
+        self.run.step(counted)
+        self.targets, self.names = list(counted.targets()), counted.names
+        self.surroundings = Surroundings(self.run.net)
+
+    def renew(self):
+        """Another run, at the same step, after a failure or where every step is to be the first."""
+        self.run = self.build()
+        if not self.first:
+            self.twin.before(self.twin.run.t + 1)
+            self.run.continued(self.twin.run)
+            self.run.step()  # plans are then kept again
+
+    def failures(self):
+        """What is wrong: for each call and problem, the lines at which an exception leads to it."""
+        found = defaultdict(list)
+        exceptions = itertools.cycle((KeyboardInterrupt, MemoryError))
+        for i, (target, exception) in enumerate(zip(self.targets, exceptions, strict=False)):
+            if self.first:
+                self.renew()
+            problem = self.problem(target, exception(), look=i % 5 == 0)
+            if problem:
+                call, file, *line = target
+                found[self.names[call], problem].append((str(Path(file).relative_to(PACKAGE)), *line))
+                self.surroundings.restore()
+                self.renew()
+        return found
+
+    def problem(self, target, exception, look):
+        """What is wrong after an exception at one line, None if nothing is."""
+        run, twin, t = self.run, self.twin, self.run.t
+        before, after = twin.before(t), twin.after(t)
+        self.surroundings.net = run.net
+        tracer = Tracer(target, exception)
+        try:
+            run.step(tracer)
+        except BaseException as error:
+            if error is not exception:
+                return f"the exception became {type(error).__name__}: {error}"
+            error.__traceback__ = None  # whose frames keep generators waiting
+        else:
+            return "the exception did not reach the caller" if tracer.fired else "the step did not come there again"
+        changed = self.surroundings.changed()
+        if changed:
+            return f"{', '.join(changed)} not as before"
+        try:
+            if come_back(run.opt):
+                run.opt.zero_grad()  # the step that was begun is over now
+            now = picture(run.net, run.opt)
+            if now not in (before, after):
+                return f"differs from before in {differences(now, before)}; from after in {differences(now, after)}"
+            done = now == after
+            if look and isinstance(run.opt, MSASSHA):
+                with run.opt.true_weights():
+                    shown = parameters(run.opt)
+                if shown != true_weights(now):
+                    return f"true_weights() does not show the weights {'after' if done else 'before'} the step"
+            run.opt.zero_grad()
+            run.t = t + done
+            expected = twin.after(run.t)
+            run.step()
+        except Exception as error:
+            return f"then {type(error).__name__}: {error}"
+        now = picture(run.net, run.opt)
+        if now != expected:
+            return f"the next step differs in {differences(now, expected)}"
+        return None
+
+
+@pytest.mark.parametrize(
+    ("method", "way", "kind"), SCENARIOS, ids=[f"{m.__name__}, {way}, {kind}" for m, way, kind in SCENARIOS]
+)
+def test_an_exception_at_any_line_has_a_way_back(method, way, kind):
+    options = {**OPTIONS, **KINDS[kind.split(",")[0]]}
+    interrupted = Interrupted(lambda: Run(Net("odd" in kind), method, way, options), "first" in kind)
+    found = interrupted.failures()
+    if found:
+        total = sum(map(len, found.values()))
+        report = [f"In {call}: {problem}\n  after {places(lines)}" for (call, problem), lines in found.items()]
+        pytest.fail(f"{total} of {len(interrupted.targets)} interrupts have no way back\n" + "\n".join(report), False)
+
+
+def places(lines):
+    """Lines by file; the number after × says which time the line ran."""
+    by_file = defaultdict(list)
+    for file, line, times in lines:
+        by_file[file].append(f"{line}" if times == 1 else f"{line}×{times}")
+    return "; ".join(f"{file}:{','.join(numbers)}" for file, numbers in by_file.items())
+
+
+# ---- signals ------------------------------------------------------------------------------------------------------
+
+SIGNALS = 60  # that arrive during a step, for each scenario
+SIGNALLED = [
+    (SASSHA, "calls", "exact"),
+    (SASSHA, "closure", "finite_difference"),
+    (MSASSHA, "calls", "finite_difference"),
+    (MSASSHA, "closure", "exact"),
+]
+
+
+def interrupt(signum, frame):
+    raise KeyboardInterrupt
+
+
+def signalled_step(run, delay):
+    """A step with a signal after so many seconds. Returns where it was noticed, None if the step was faster."""
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        run.step()
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+    except KeyboardInterrupt as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(f.filename).parents]
+        return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "the loop"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("method", "way", "hvp"), SIGNALLED, ids=[f"{m.__name__}, {way}, {hvp}" for m, way, hvp in SIGNALLED]
+)
+def test_a_signal_at_any_moment_has_a_way_back(method, way, hvp):
+    options = {**OPTIONS, "lazy_hessian": 3, "hvp": hvp}
+    twin, run = (Run(Large(), method, way, options) for _ in range(2))
+    chance, found, noticed = random.Random(0), defaultdict(list), 0
+    start = time.perf_counter()
+    for _ in range(3):
+        twin.step()
+        run.step()
+    duration = (time.perf_counter() - start) / 6
+    while noticed < SIGNALS:
+        torch.default_generator.manual_seed(twin.t)
+        before = picture(twin.net, twin.opt)
+        twin.step()
+        after = picture(twin.net, twin.opt)
+        delay, t = chance.uniform(0.0, duration), run.t
+        where = signalled_step(run, delay)
+        noticed += where is not None
+        problem = None if torch.is_grad_enabled() else "grad mode not as before"
+        torch.set_grad_enabled(True)
+        try:
+            come_back(run.opt)
+            run.opt.zero_grad()  # the loop may not have come to its own
+            now = picture(run.net, run.opt)
+            if now not in (before, after):
+                problem = f"differs from before in {differences(now, before)}; from after in {differences(now, after)}"
+            elif now == before:
+                run.t = t
+                run.step()
+                if picture(run.net, run.opt) != after:
+                    problem = f"the next step differs in {differences(picture(run.net, run.opt), after)}"
+        except Exception as error:
+            problem = f"then {type(error).__name__}: {error}"
+        run.t = twin.t
+        if problem:
+            found[problem].append(where)
+            run = Run(Large(), method, way, options)
+            run.continued(twin)
+    if found:
+        total = sum(map(len, found.values()))
+        report = [f"{problem}\n  after {', '.join(sorted(set(map(str, lines))))}" for problem, lines in found.items()]
+        pytest.fail(f"{total} of {noticed} signals have no way back\n" + "\n".join(report), False)
