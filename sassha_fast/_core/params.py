@@ -69,15 +69,15 @@ class Parameters:
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def gather(self, options: Options) -> tuple[Plan | None, list[Tensor]]:
-        """The plan for the parameters that have gradients, and these gradients."""
+    def gather(self, options: Options, *, again: bool = False) -> tuple[Plan | None, list[Tensor]]:
+        """The plan for the parameters that have gradients, and these gradients; ``again`` if not first in a step."""
         grads = list(map(grad, self.all))
         if all(map(is_not, grads, repeat(None))):
-            return self.plan(None, options), grads  # type: ignore[return-value]
+            return self.plan(None, options, again=again), grads  # type: ignore[return-value]
         key = tuple(map(is_not, grads, repeat(None)))
         if not any(key):
             return None, []
-        return self.plan(key, options), list(compress(grads, key))  # type: ignore[arg-type]
+        return self.plan(key, options, again=again), list(compress(grads, key))  # type: ignore[arg-type]
 
     def have_grads(self) -> bool:
         """Whether any parameter has a gradient."""
@@ -115,10 +115,10 @@ class Parameters:
 
     # ---- plans --------------------------------------------------------------------------------------------------
 
-    def plan(self, key: tuple[bool, ...] | None, options: Options) -> Plan:
+    def plan(self, key: tuple[bool, ...] | None, options: Options, *, again: bool = False) -> Plan:
         """The plan for the parameters that ``key`` marks; None marks all."""
         plan = self._plans.get(key)
-        if plan is None or not plan.is_current():
+        if plan is None or not plan.is_current(in_form=not again):
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             plan = self._plans[key] = self._new_plan(key, options)

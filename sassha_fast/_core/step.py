@@ -420,7 +420,7 @@ class Step:
         """The next x, from gradients and products that were collected. ``gathered`` is what :meth:`collect` gave."""
         params, curvature = self.parts.params, self.curvature
         assert curvature is not None
-        plan, grads = gathered or params.gather(self.parts.options)
+        plan, grads = gathered or params.gather(self.parts.options, again=self.climbed)
         if plan is None:  # nothing to descend along
             self._come_back()
             self.write_schedules()

@@ -18,6 +18,8 @@ R = TypeVar("R")
 
 address = torch._C.TensorBase.data_ptr
 is_contiguous = torch._C.TensorBase.is_contiguous
+nbytes: Callable[[Tensor], int] = torch._C.TensorBase.__dict__["nbytes"].__get__
+dtype: Callable[[Tensor], torch.dtype] = torch._C.TensorBase.__dict__["dtype"].__get__
 device: Callable[[Tensor], torch.device] = torch._C.TensorBase.__dict__["device"].__get__
 grad: Callable[[Tensor], Tensor | None] = torch._C.TensorBase.__dict__["grad"].__get__
 set_grad: Callable[[Tensor, None], None] = torch._C.TensorBase.__dict__["grad"].__set__

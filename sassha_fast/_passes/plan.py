@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..variant import Variant
-from .accessors import address, ranged
+from .accessors import address, dtype, is_contiguous, nbytes, ranged
 from .layout import TALLY_WORDS, DeviceScalars, Scalars
 from .reference import Members, Passes, Products, Stepped
 from .shards import group_of, is_sharded, local, shard_of
@@ -64,7 +64,7 @@ class Plan:
         self.spans = {g: slice(starts[g], starts[g + 1]) for g in range(n_groups) if starts[g] < starts[g + 1]}
         self.sharded = any(map(is_sharded, params))
         self.process_group = group_of(params)  # that shares the shards, if there are any
-        self.addresses = self._addresses(params)
+        self._places, self._forms = self._places_of(params), self._forms_of(params)
         shards = list(map(shard_of, params)) if self.sharded else ()
         weights = [local(p.data) for p in params]
         members = Members(weights, positions, groups, n_groups, names, shards)
@@ -91,19 +91,36 @@ class Plan:
                 self.signs_in_registers[i] = part.signs_in_registers(j)
         self.has_curvature = False
         self.states: list[dict[str, Any]] = []
-        self._state_addresses: list[list[int]] = []
+        self._state_places: list[tuple[list[int], list[int]]] = []
         self._counts = [0] * len(self.parts)  # updates of each part before the one at hand
 
-    def is_current(self) -> bool:
-        """Whether the parameters still lie where they lay: ``p.data = ...`` and ``model.to()`` move them."""
-        return self._addresses(self.params) == self.addresses
+    def is_current(self, *, in_form: bool = True) -> bool:
+        """Whether the parameters still are where and what they were. ``p.data = ...`` and ``model.to()`` change that.
 
-    def _addresses(self, tensors: list[Tensor]) -> list[int]:
-        return list(map(address, map(local, tensors) if self.sharded else tensors))
+        Args:
+            in_form: Whether to look at dtype and order of elements too, not only at address and size. Once a step is
+                enough: between the calls of one, the same memory does not change its form.
+        """
+        return self._places_of(self.params) == self._places and (
+            not in_form or self._forms_of(self.params) == self._forms
+        )
+
+    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(map(local, tensors)) if self.sharded else tensors
+
+    def _places_of(self, tensors: list[Tensor]) -> tuple[list[int], list[int]]:
+        """Address and size in memory of each."""
+        here = self._local(tensors)
+        return list(map(address, here)), list(map(nbytes, here))
+
+    def _forms_of(self, tensors: list[Tensor]) -> tuple[list[torch.dtype], list[bool]]:
+        """What the kernels rely on beside the place of each."""
+        here = self._local(tensors)
+        return list(map(dtype, here)), list(map(is_contiguous, here))
 
     def _split_tensors(self, tensors: list[Tensor], positions: list[int]) -> list[Tensor]:
         """The local parts of the tensors at ``positions``."""
-        return self._split(list(map(local, tensors)) if self.sharded else tensors, positions)
+        return self._split(self._local(tensors), positions)
 
     def _over_shards(self, value: Tensor) -> Tensor:
         """The sum over the processes that share the shards."""
@@ -124,13 +141,24 @@ class Plan:
     def bind_state(self, states: list[dict[str, Any]], keys: Sequence[str]) -> None:
         """Hands the tensors under these keys, m, D and x where it is kept there, to the passes, if they are new."""
         tensors = [list(map(itemgetter(key), states)) for key in keys]
-        addresses = [self._addresses(column) for column in tensors]
+        places = [self._places_of(column) for column in tensors]
         known = states is self.states or (len(self.states) == len(states) and all(map(is_, states, self.states)))
-        if known and addresses == self._state_addresses:
+        if known and places == self._state_places:
             return
+        for key, column in zip(keys, tensors, strict=True):
+            self._check_shapes(key, column)
         for passes, positions in self.parts:
             passes.bind_state(*(self._split_tensors(column, positions) for column in tensors))
-        self.states, self._state_addresses = states, addresses
+        self.states, self._state_places = states, places
+
+    def _check_shapes(self, key: str, tensors: list[Tensor]) -> None:
+        for name, param, tensor in zip(self.names, self.params, tensors, strict=True):
+            if tensor.shape != param.shape:
+                raise RuntimeError(
+                    f"SASSHA: {name} has shape {tuple(param.shape)}, but its {key!r} has {tuple(tensor.shape)}: the "
+                    "parameter was replaced after its first step. Construct a new optimizer for it, or delete "
+                    "opt.state[p] to begin anew"
+                )
 
     @ranged("norm")
     def square_sums(self, *, of_ascent: bool) -> Tensor:
@@ -191,7 +219,7 @@ class Plan:
     @ranged("restore")
     def restore(self) -> None:
         """Puts x back where an ascent has moved it, also if a parameter was given other memory in the meantime."""
-        current = self.is_current()
+        current = self.is_current(in_form=False)
         for passes, positions in self.parts:
             if current or not passes.x_in_backup:
                 passes.restore()

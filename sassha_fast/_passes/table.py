@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ..variant import Sample
 from . import layout
-from .accessors import address, is_contiguous
+from .accessors import address, dtype, is_contiguous, nbytes
 from .layout import DeviceScalars, Scalars
 from .reference import Members, Passes, Products, Stepped, check_grads
 
@@ -57,7 +57,7 @@ class TablePasses(Passes, ABC):
         self.numbered = [w.is_contiguous() and members.shard(i) is None for i, w in enumerate(self.weights)]
         self._cohorts: Sequence[int] | None = None
         self._keep: list[Tensor] = []  # whatever the table points to that nobody else holds
-        self._checked = False
+        self._sizes, self._dtypes = list(map(nbytes, self.weights)), list(map(dtype, self.weights))
         self._shared = 0  # gradients that share memory with others
         self._spare: list[Tensor] = []  # memory for x where gradients need theirs, from the first such ascent on
         self._refitted: list[tuple[Tensor, Tensor]] = []  # gradients in another layout, and their copies
@@ -81,19 +81,24 @@ class TablePasses(Passes, ABC):
 
     @override
     def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
-        if self._checked and not overwrite and self.all_row_major and all(map(is_contiguous, grads)):
+        if not overwrite and self.all_row_major and self._fit(grads):
             # Nothing to find out about the gradients but where they are, which is cheaper than handing them over.
             addresses = array("q", map(address, grads))
             self.columns[layout.GRAD].copy_(torch.frombuffer(addresses, dtype=torch.int64))
             self.grads, self._refitted = grads, []
             return
-        if not self._checked:  # from then on, torch itself lets nothing else become the gradient of these parameters
-            check_grads(self.members.names, self.weights, grads)
-            self._checked = True
         self.grads, self._shared = self._bind_gradients(layout.GRAD, grads)
         self._refitted = []
         if self.grads is not grads:
             self._refitted = [(g, copy) for g, copy in zip(grads, self.grads, strict=True) if copy is not g]
+
+    def _fit(self, grads: list[Tensor]) -> bool:
+        """Whether gradients are what parameters in row-major order have: ``p.grad.data = ...`` may change that."""
+        return (
+            all(map(is_contiguous, grads))
+            and list(map(nbytes, grads)) == self._sizes
+            and list(map(dtype, grads)) == self._dtypes
+        )
 
     def _bind_gradients(self, column: int, grads: list[Tensor]) -> tuple[list[Tensor], int]:
         """Writes gradients into a column; those in another layout than their parameter's are copied into it."""

@@ -1,0 +1,110 @@
+"""Parameters, gradients and state that have another shape, dtype or order than before, at the same address."""
+
+import pytest
+import torch
+from torch import nn
+from training import assert_same_bits, same_bits
+
+from sassha_fast import MSASSHA, SASSHA, AdaHessian
+
+BACKENDS = ("reference", "foreach", "cpu")
+
+
+def start(method=SASSHA, dtype=torch.float32, backend="cpu", shape=(4, 6), **options):
+    """A parameter in the middle of memory that belongs to nobody, so that reading past its end would be noticed."""
+    room = torch.full((3, *shape), 7.0, dtype=dtype)
+    room[1] = torch.linspace(-1.0, 1.0, room[1].numel(), dtype=dtype).view(shape)
+    p = nn.Parameter(room[1])
+    opt = method([p], lr=0.1, backend=backend, **options)
+    for _ in range(2):
+        step(opt, p)
+    return room, p, opt
+
+
+def step(opt, p):
+    def closure():
+        opt.zero_grad()
+        loss = (p.float() ** 2).sum() + p.float().sin().sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", [SASSHA, MSASSHA, AdaHessian])
+def test_a_parameter_that_shrank_in_place_is_refused_by_name_and_nothing_behind_it_moves(method, backend):
+    room, p, opt = start(method, backend=backend)
+    p.data = p.data[:2]
+    before = room.clone()
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 has shape \(2, 6\), but its 'exp_avg' has \(4, 6"):
+        step(opt, p)
+    assert_same_bits([room], [before])
+    del opt.state[p]
+    step(opt, p)
+    assert not same_bits(room[1, :2], before[1, :2])
+    assert_same_bits([room[1, 2:], room[0], room[2]], [before[1, 2:], before[0], before[2]])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_transposed_parameter_is_another_one(backend):
+    _, p, opt = start(backend=backend)
+    p.data = p.data.t()
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match=r"has shape \(6, 4\), but its 'exp_avg' has \(4, 6\)"):
+        step(opt, p)
+    assert_same_bits([p], [before])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_square_parameter_that_is_transposed_in_place_is_updated_element_by_element(backend):
+    _, p, opt = start(backend=backend, shape=(5, 5))
+    twin = nn.Parameter(p.detach().t().clone())
+    other = SASSHA([twin], lr=0.1, backend="reference")
+    other.load_state_dict(opt.state_dict())
+    p.data = p.data.t()
+    if backend == "cpu":  # kernels go through memory, so the state has to lie in the same order
+        with pytest.raises(RuntimeError, match="do not have the layout of their parameters; reload them"):
+            step(opt, p)
+        opt.load_state_dict(opt.state_dict())
+    step(opt, p)
+    step(other, twin)
+    assert_same_bits([p], [twin])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("kind", "other"), [(torch.float32, torch.float16), (torch.bfloat16, torch.float16)])
+def test_a_gradient_of_another_dtype_is_refused(kind, other, backend):
+    _, p, opt = start(dtype=kind, backend=backend)
+    opt.zero_grad()
+    (p.float() ** 2).sum().backward()
+    p.grad.data = p.grad.data.to(other)
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match=f"has dtype {other}, expected {kind} like the parameter"):
+        opt.step()
+    assert_same_bits([p], [before])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_that_shrank_in_place_is_refused(backend):
+    _, p, opt = start(backend=backend)
+    opt.zero_grad()
+    (p**2).sum().backward()
+    p.grad.data = p.grad.data[:2]
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match=r"has shape \(2, 6\), expected \(4, 6\) like the parameter"):
+        opt.step()
+    assert_same_bits([p], [before])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_parameter_of_another_dtype_at_the_same_address_is_read_as_what_it_is(backend):
+    room, p, opt = start(dtype=torch.bfloat16, backend=backend)
+    p.data = room.view(torch.float16)[1]
+    p.data.copy_(torch.linspace(-1.0, 1.0, 24).view(4, 6))
+    twin = nn.Parameter(p.detach().clone())
+    other = SASSHA([twin], lr=0.1, backend="reference")
+    other.load_state_dict(opt.state_dict())
+    step(opt, p)
+    step(other, twin)
+    assert_same_bits([p], [twin])
