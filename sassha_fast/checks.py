@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 __all__ = [
     "check_choice",
     "check_count",
     "check_number",
+    "check_overlap",
     "check_param",
     "check_positive",
     "parameter_name",
@@ -57,3 +60,44 @@ def check_param(name: str, param: Any, *, caller: str) -> None:
         raise ValueError(f"{caller}: {name} is {param.dtype}, expected a real floating-point dtype")
     if param.layout != torch.strided:
         raise ValueError(f"{caller}: {name} has layout {param.layout}, expected a dense tensor")
+
+
+def check_overlap(names: Sequence[str], tensors: Sequence[Tensor], *, caller: str) -> None:
+    """Raises ValueError if two parameters share an element: moved twice, it would have no way back.
+
+    Parameters that lie between each other, such as every second column of one tensor, share none.
+    """
+    ranges = sorted(
+        (t.data_ptr(), t.data_ptr() + _extent(t), i)
+        for i, t in enumerate(tensors)
+        if not is_lazy(t) and t.device.type != "meta" and t.numel() > 0
+    )
+    widest: tuple[int, int, int] | None = None  # the range that reaches furthest so far
+    for found in ranges:
+        if widest is not None and found[0] < widest[1] and _share(tensors[widest[2]], tensors[found[2]]):
+            one, other = sorted((widest[2], found[2]))
+            raise ValueError(
+                f"{caller}: {names[one]} and {names[other]} share memory, so a step would move their elements twice; "
+                "pass one of them, and let modules that share weights share the Parameter itself"
+            )
+        widest = found if widest is None or found[1] > widest[1] else widest
+
+
+def _extent(t: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.element_size()
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors whose ranges overlap have a byte in common."""
+    if all(torch.ops.aten.is_non_overlapping_and_dense(t) for t in (a, b)):
+        return True
+    start = min(a.data_ptr(), b.data_ptr())
+    end = max(t.data_ptr() + _extent(t) for t in (a, b))
+    taken = torch.zeros(end - start, dtype=torch.int8, device="cpu")
+    for t in (a, b):
+        size = t.element_size()
+        strides = [stride * size for stride in t.stride()]
+        taken.as_strided((*t.shape, size), (*strides, 1), t.data_ptr() - start).add_(1)
+    return bool((taken > 1).any())

@@ -83,6 +83,7 @@ class FusedOptimizer(Optimizer, Joinable):
         """Puts the parts together."""
         self._assemble(options)
         Optimizer.__init__(self, params, defaults)
+        self.parts.params.check_overlap(options.caller)
 
     def _assemble(self, options: Options) -> None:
         """Everything that is neither groups nor state, as it is before the first step."""

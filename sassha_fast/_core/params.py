@@ -14,7 +14,7 @@ from .. import backends
 from .._passes.accessors import device, grad, set_grad
 from .._passes.plan import Plan
 from .._passes.shards import local
-from ..checks import parameter_name
+from ..checks import check_overlap, parameter_name
 from .keys import BIAS2, HESSIAN_STEP
 from .options import Options
 from .state import new_state
@@ -137,6 +137,7 @@ class Parameters:
         if key is not None:
             columns = tuple(list(compress(column, key)) for column in columns)  # type: ignore[assignment]
         params, positions, groups, names = columns
+        self.check_overlap(options.caller)
         return Plan(
             params,
             positions,
@@ -146,6 +147,10 @@ class Parameters:
             options.variant,
             lambda device: backends.choose(options.backend, device),
         )
+
+    def check_overlap(self, caller: str) -> None:
+        """Raises ValueError if parameters share memory: by construction, or since somebody set ``p.data``."""
+        check_overlap(self.names(), list(map(local, self.all)), caller=caller)
 
     def names(self) -> list[str]:
         """What errors call each parameter."""
