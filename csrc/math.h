@@ -112,11 +112,18 @@ SASSHA_HD C sampled(C h, Sample sample) {
   return sample == kSquare ? h * h : h + C(0);
 }
 
-// D = beta2 D + (1 - beta2) sample. D starts at -0, which says that no curvature is known yet; adding the first finite
-// sample ends that.
+// Whether the batch had nothing to tell about an element, as about a token that is not in it: no gradient, no product.
+template <typename C>
+SASSHA_HD bool is_unseen(C product, C g, bool zero_is_seen) {
+  return product == C(0) && g == C(0) && !zero_is_seen;
+}
+
+// D = beta2 D + (1 - beta2) sample. D starts at -0, which says that no curvature is known yet. The first sample weighs
+// as much as if it had been there from the first refresh on.
 template <typename C>
 SASSHA_HD C curvature(C d, C sample, const StepScalars<C>& s) {
-  return s.beta2 * d + s.one_minus_beta2 * sample;
+  const C averaged = s.beta2 * d + s.one_minus_beta2 * sample;
+  return is_unknown(d) ? s.first * sample : averaged;
 }
 
 // What Row::product holds on a refresh.

@@ -73,7 +73,9 @@ struct StepScalars {
   C beta2;
   C one_minus_beta2;
   C bias2;       // 1 - beta2^t of the newest refresh
-  C bias2_kept;  // the same before this step's refresh, for elements whose product is not finite
+  C bias2_kept;  // the same before this step's refresh, for elements whose product is lost
+  C first;       // 1 - beta2^r: what r samples weigh together in D, which the first of an element gets at once
+  C kept;        // how much that has grown by this refresh: D of an element that it did not see grows likewise
   C eps;
   C step_size;      // lr / (1 - beta1^t)
   C power;          // exponent of the curvature
@@ -103,11 +105,12 @@ struct GapScales {
 };
 constexpr int64_t kGapScaleWords = sizeof(GapScales) / sizeof(float);
 
-// What a refresh saw in one piece of a tensor.
+// What a refresh saw in one piece of a tensor: elements whose product is finite, and not 0 together with their
+// gradient.
 struct Tally {
-  double trace;     // sum of z * Hz over finite elements
+  double trace;     // sum of z * Hz over them
   double negative;  // how many of them are below zero
-  double finite;    // how many there are
+  double seen;      // how many there are
 };
 constexpr int64_t kTallyWords = sizeof(Tally) / sizeof(double);
 

@@ -18,6 +18,7 @@ struct StepArgs {
   uint32_t draw;              // of the signs of a product that is not signed yet
   const int64_t* noise_draw;  // of the rounding noise of reduced-precision parameters; null rounds to nearest
   Sample sample;              // what a refresh adds to D
+  bool zero_is_seen;          // elements whose gradient and product are 0 have no curvature; else they were not seen
   bool refresh;               // rows with a product refresh D
   bool in_state;              // x is kept in state: it is updated in the backup, and squares of m are added up
   bool adaptive;              // of |x| m, then

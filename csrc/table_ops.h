@@ -75,8 +75,9 @@ inline void define_table_ops(torch::stable::detail::StableLibrary& m) {
       "Tensor? chunks=None, int[] counts=[]) -> ()");
   m.def("table_restore(Tensor table, Tensor(a!) journal, Tensor? chunks=None, int[] counts=[]) -> ()");
   m.def(
-      "table_step(Tensor table, Tensor scalars, int seed, int draw, Tensor? noise_draw, int sample, bool adaptive, "
-      "Tensor(a!)? tallies, Tensor(b!)? squares, Tensor(c!) journal, float? power=None, Tensor? chunks=None, "
+      "table_step(Tensor table, Tensor scalars, int seed, int draw, Tensor? noise_draw, int sample, bool zero_is_seen, "
+      "bool adaptive, Tensor(a!)? tallies, Tensor(b!)? squares, Tensor(c!) journal, float? power=None, Tensor? "
+      "chunks=None, "
       "int[] counts=[]) -> ()");
   m.def(
       "table_momentum_ascent(Tensor table, Tensor scales, bool adaptive, int seed, Tensor draw, Tensor? chunks=None, "
@@ -119,8 +120,8 @@ struct TableOps {
 
   // x is in the backups, which may be the parameters themselves; else the update restores as it goes.
   static void step(Tensor table, Tensor scalars, int64_t seed, int64_t draw, Optional noise_draw, int64_t sample,
-                   bool adaptive, Optional tallies, Optional squares, Tensor journal, std::optional<double> power,
-                   Optional chunks, Ints counts) {
+                   bool zero_is_seen, bool adaptive, Optional tallies, Optional squares, Tensor journal,
+                   std::optional<double> power, Optional chunks, Ints counts) {
     const Call call("sassha_table_step", table);
     call.check("scalars", scalars, ScalarType::Double, {"cohorts", kStepScalarWords});
     STD_TORCH_CHECK(sample >= kMagnitude && sample <= kSquare, call.op, ": sample is ", sample,
@@ -131,6 +132,7 @@ struct TableOps {
                         static_cast<uint32_t>(draw),
                         noise_draw ? call.draw("noise_draw", *noise_draw) : nullptr,
                         static_cast<Sample>(sample),
+                        zero_is_seen,
                         /*refresh=*/tallies.has_value(),
                         /*in_state=*/squares.has_value(),
                         adaptive};

@@ -122,8 +122,13 @@ class MSASSHA(FusedOptimizer):
         self._refuse_probes("eval")
         if self.evaluating:
             return
-        self._momentum.show_x(self.parts)
-        self._set_evaluating(True)
+        try:
+            self._momentum.show_x(self.parts)
+            self._set_evaluating(True)
+        except BaseException:  # an interrupt: all stays as it was
+            self._set_evaluating(False)
+            self._momentum.derive(self.parts)
+            raise
 
     @no_grad
     def train(self) -> None:
@@ -133,7 +138,11 @@ class MSASSHA(FusedOptimizer):
         self._refuse_probes("train")
         self._momentum.adopt(self.parts)
         self._set_evaluating(False)  # first: with x + ε in the parameters, adopting them again would lose x
-        self._momentum.derive(self.parts)
+        try:
+            self._momentum.derive(self.parts)
+        except BaseException:  # an interrupt: x is known, so the way leads on
+            self._momentum.derive(self.parts)
+            raise
 
     @contextmanager
     def true_weights(self) -> Iterator[None]:
@@ -199,6 +208,7 @@ class MSASSHA(FusedOptimizer):
 
         Call it, and a backward pass after it, ``probes_due`` times between the backward pass and :meth:`step`.
         """
+        self._momentum.refuse_evaluating(self.parts, "probe_weights")
         step = self._current()
         if step is None or step.phase is Phase.COLLECTED:
             step = self._begin()
@@ -207,12 +217,21 @@ class MSASSHA(FusedOptimizer):
         super().probe_weights()
 
     @override
+    @no_grad
+    def take_products(self, scaler: GradScaler | None = None) -> None:
+        """On a refresh, takes the products now: before gradients are clipped or unscaled.
+
+        :meth:`step` does it by itself where neither happens between the backward pass and it.
+
+        Args:
+            scaler: The ``torch.amp.GradScaler`` that scaled the loss, whose scale the products carry too.
+        """
+        self._momentum.refuse_evaluating(self.parts, "take_products")
+        super().take_products(scaler)
+
+    @override
     def _check_ready(self, *, closure: bool) -> None:
-        if self.evaluating:
-            raise RuntimeError(
-                "MSASSHA.step: the parameters hold the true weights since eval(), so the gradients are not those at "
-                "x + ε; call opt.train() before the forward pass"
-            )
+        self._momentum.refuse_evaluating(self.parts, "step")
         step = self._current()
         if step is not None and step.is_away:
             if closure:
@@ -252,6 +271,16 @@ class MSASSHA(FusedOptimizer):
     @override
     def _load(self, state_dict: dict[str, Any]) -> None:
         lazy_hessian = self._parts.options.lazy_hessian
+        if not self.evaluating:
+            self._momentum.show_x(self.parts)  # parameters whose state the checkpoint does not have keep their x
+        try:
+            self._take_checkpoint(state_dict, lazy_hessian)
+        except BaseException:
+            if not self.evaluating:
+                self._momentum.derive(self.parts)
+            raise
+
+    def _take_checkpoint(self, state_dict: dict[str, Any], lazy_hessian: int) -> None:
         super()._load(from_upstream_momentum(state_dict, self.param_groups, lazy_hessian))
         if self.evaluating:
             self._momentum.show_x(self.parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,23 +22,28 @@ class ModelReport:
         without: Modules without a double backward, by name, with torch's reason.
         stubborn: Those among them that have none inside ``refresh_context()`` either.
         kinked: Modules whose second derivative jumps (ReLU and its kind).
+        sparse: Modules that give sparse gradients, which no optimizer of this package takes.
     """
 
     without: dict[str, str] = field(default_factory=dict)
     stubborn: dict[str, str] = field(default_factory=dict)
     kinked: list[str] = field(default_factory=list)
+    sparse: list[str] = field(default_factory=list)
 
     @property
     def exact_works(self) -> bool:
         """Whether ``hvp="exact"`` works with closures, or with ``refresh_context()`` in hand-written loops."""
-        return not self.stubborn
+        return not self.stubborn and not self.sparse
 
     def __str__(self) -> str:
         """The findings in words."""
         lines = [f"{name}: no double backward ({reason})" for name, reason in self.without.items()]
+        lines += [f"{name}: sparse gradients; construct it with sparse=False" for name in self.sparse]
         if not lines:
             lines.append("Every module has a double backward: hvp='exact' works everywhere.")
-        elif self.exact_works:
+        elif self.sparse and not self.without:
+            pass
+        elif not self.stubborn:
             lines.append(
                 "hvp='exact' works with opt.step(closure), and in hand-written loops with all passes of a refresh step "
                 "inside opt.refresh_context()."
@@ -86,7 +92,8 @@ def check_model(model: nn.Module, *sample: Any) -> ModelReport:
         random.restore()
         statistics.restore()
     kinked = [name for name, module in model.named_modules() if isinstance(module, KINKED)]
-    return ModelReport(without, stubborn, kinked)
+    sparse = [name or type(m).__name__ for name, m in model.named_modules() if getattr(m, "sparse", False) is True]
+    return ModelReport(without, stubborn, kinked, sparse)
 
 
 def _recorder(calls: dict[str, Any], name: str) -> Any:
@@ -119,6 +126,8 @@ def _why_not(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         loss = sum((o.double() ** 2).sum() for o in _tensors(outputs) if o.requires_grad)
         if not inputs or not isinstance(loss, Tensor):
             return None
+        if any(node.name() == "CheckpointFunctionBackward" for node in _graph((loss,))):
+            return "activation checkpointing with use_reentrant=True: gradients have no graph; use use_reentrant=False"
         try:
             first = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
             if _refuses(first):
@@ -133,16 +142,19 @@ def _why_not(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _refuses(grads: tuple[Tensor | None, ...]) -> bool:
     """Whether the graph of the gradients has a node that only raises. Autograd may pass by it in silence."""
-    waiting = [g.grad_fn for g in grads if g is not None and g.grad_fn is not None]
+    return any(node.name().endswith("::Error") for node in _graph(grads))
+
+
+def _graph(tensors: tuple[Tensor | None, ...]) -> Iterator[Any]:
+    """All nodes of the graph of some tensors."""
+    waiting = [t.grad_fn for t in tensors if t is not None and t.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if node.name().endswith("::Error"):
-            return True
+        yield node
         following = {edge[0] for edge in node.next_functions if edge[0] is not None} - seen
         seen |= following
         waiting += following
-    return False
 
 
 def _leaf(value: Any) -> Any:

@@ -269,6 +269,22 @@ def is_unknown(hessian: Tensor) -> Tensor:
     return (hessian == 0) & torch.signbit(hessian)
 
 
+def is_unseen(product: Tensor, grad: Tensor, *, zero_is_seen: bool = False) -> Tensor:
+    """Where the batch had nothing to tell, as of a token that is not in it: gradient and product are 0."""
+    return torch.zeros_like(product, dtype=torch.bool) if zero_is_seen else (product == 0) & (grad == 0)
+
+
+def refreshed(hessian: Tensor, sample: Tensor, unseen: Tensor, s: StepScalars) -> Tensor:
+    """D after a refresh with finite samples.
+
+    All D of a parameter weigh the same: (1−β2^r) after r refreshes. So the first sample of an element, whenever it
+    comes, gets all of that weight, and D of an element that was not seen grows by as much as the weight does.
+    """
+    averaged = s.beta2 * hessian + s.one_minus_beta2 * sample
+    known = torch.where(is_unknown(hessian), s.first * sample, averaged)
+    return torch.where(unseen, hessian * s.kept, known)
+
+
 def step(
     x: Tensor,
     grad: Tensor,
@@ -278,6 +294,8 @@ def step(
     curvature: Tensor | None = None,
     noise: Tensor | None = None,
     sample: Sample = Sample.ABS,
+    *,
+    zero_is_seen: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lines 7 to 16 of Algorithm 1 for one parameter.
 
@@ -290,6 +308,8 @@ def step(
         curvature: On a refresh Σ z⊙Hz over the probes, up to ``scalars.product_scale``; None otherwise.
         noise: Rounds the next x of a reduced-precision parameter stochastically; None rounds to nearest.
         sample: What a refresh adds to D: |Ĥ|, Ĥ or Ĥ².
+        zero_is_seen: Whether an element whose gradient and product are both 0 has no curvature. Else it was not seen,
+            like a token that is not in the batch.
 
     Returns:
         The next x, m and D.
@@ -301,13 +321,13 @@ def step(
 
     # m = β1 m + (1−β1) g̃
     m = s.beta1 * exp_avg + s.one_minus_beta1 * (s.grad_scale * g)
-    # D = β2 D + (1−β2) |Ĥ|, where Ĥ is finite
+    # D = β2 D + (1−β2) |Ĥ|, where Ĥ is finite and was seen
     d = hessian
     if curvature is not None:
         h = sampled(curvature.to(dtype) * s.product_scale, sample)
-        refreshed = torch.isfinite(h)
-        d = torch.where(refreshed, s.beta2 * d + s.one_minus_beta2 * h, d)
-        bias2 = torch.where(refreshed, s.bias2, s.bias2_kept)
+        finite = torch.isfinite(h)
+        d = torch.where(finite, refreshed(d, h, is_unseen(curvature, g, zero_is_seen=zero_is_seen), s), d)
+        bias2 = torch.where(finite, s.bias2, s.bias2_kept)
     # D̄ = max(D / (1−β2^t), floor)^power
     d_bar = d / bias2
     d_bar = torch.where(d_bar < s.floor, s.floor, d_bar)

@@ -59,6 +59,9 @@ class SASSHA(FusedOptimizer):
         adaptive_bias: Whether ``adaptive`` covers parameters of one dimension, biases and weights of norms, too.
         max_grad_norm: Scales the gradient at x + ε down to this norm, in the update itself; its norm is one more read.
         clip_update: Bound of every element of m̄/(D̄ + eps).
+        unseen: What a refresh makes of elements whose gradient and product are both exactly 0, as rows of an embedding
+            whose tokens are not in the batch. ``"keep"`` keeps their curvature, and gives those that were never seen
+            the mean of their parameter; ``"zero"`` takes it for a curvature of 0, as the authors' code does.
         skip_nonfinite: Skip a step whose gradient at x + ε is not finite: weights and state stay as they were.
         stochastic_rounding: Round updates of bfloat16 and float16 parameters at random, so that small ones are not
             lost. The same on all backends.
@@ -111,6 +114,7 @@ class SASSHA(FusedOptimizer):
         adaptive_bias: bool = True,
         max_grad_norm: float | None = None,
         clip_update: float | None = None,
+        unseen: str = "keep",
         skip_nonfinite: bool = False,
         stochastic_rounding: bool = False,
         capturable: bool = False,

@@ -129,7 +129,7 @@ void run(const Lists& rows) {
     for (const bool skip : {false, true}) {
       const std::vector<StepScalars<double>> scalars = {usual, skip ? skipped : usual};
       const int64_t* noise = skip ? nullptr : draw.get();
-      run_updates(rows, StepArgs{scalars.data(), 5, 6, noise, sample, false, false, skip}, shared);
+      run_updates(rows, StepArgs{scalars.data(), 5, 6, noise, sample, skip, false, false, skip}, shared);
     }
     sample = static_cast<Sample>(sample + 1);
   }

@@ -72,12 +72,14 @@ def test_integer_power_is_near_the_exact_power(base, exponent):
 def test_step_scalars_are_the_corrections_of_adam():
     s = step_scalars(GROUP, 3, 0.25, refresh=True, request=Request(4.0, 0.5))
     bias1, bias2 = 1 - 0.9 * (0.9 * 0.9), 1 - 0.99 * (0.99 * 0.99)
-    assert s == StepScalars(0.95, 0.9, 1 - 0.9, 0.99, 1 - 0.99, bias2, 0.25, 1e-4, 0.1 / bias1, 0.5, 4.0, 0.5)
+    kept = bias2 / (1 - 0.99 * 0.99)  # of three refreshes over two
+    corrections = (bias2, 0.25, bias2, kept)
+    assert s == StepScalars(0.95, 0.9, 1 - 0.9, 0.99, 1 - 0.99, *corrections, 1e-4, 0.1 / bias1, 0.5, 4.0, 0.5)
 
 
 def test_an_ordinary_step_keeps_the_correction_of_the_last_refresh():
     s = step_scalars(GROUP, 7, 0.25, refresh=False, request=Request())
-    assert (s.bias2, s.bias2_kept, s.product_scale, s.clip) == (0.25, 0.25, 1.0, math.inf)
+    assert (s.bias2, s.bias2_kept, s.first, s.kept, s.product_scale, s.clip) == (0.25, 0.25, 1.0, 1.0, 1.0, math.inf)
 
 
 def test_maximize_flips_the_gradient_and_nothing_else():
@@ -180,13 +182,19 @@ def test_philox_rademacher_and_noise_read_the_same_words():
 
 def test_step_follows_algorithm_one_on_numbers_worked_by_hand():
     x, g, m, d = (torch.tensor([v], dtype=torch.float64) for v in (2.0, 4.0, 1.0, 8.0))
-    s = StepScalars(0.5, 0.5, 0.5, 0.25, 0.75, 0.5, 0.125, 1.0, 2.0, 0.5, 0.25)
+    s = StepScalars(0.5, 0.5, 0.5, 0.25, 0.75, 0.5, 0.125, 0.75, 2.0, 1.0, 2.0, 0.5, 0.25)
     # m = 0.5*1 + 0.5*4; D = 0.25*8 + 0.75*|-24/4| on a refresh; denominator = sqrt(D/0.5) + 1, or sqrt(D/0.125) + 1
     assert_same_bits(reference.step(x, g, m, d, s), tuple(_doubles(1.0 - 2.0 * (2.5 / 5.0), 2.5, 8.0)))
     refreshed = reference.step(x, g, m, d, s, torch.tensor([-24.0], dtype=torch.float64))
     assert_same_bits(refreshed, tuple(_doubles(1.0 - 2.0 * (2.5 / (math.sqrt(13.0) + 1.0)), 2.5, 6.5)))
     kept = reference.step(x, g, m, d, s, torch.tensor([torch.inf], dtype=torch.float64))
     assert_same_bits(kept, tuple(_doubles(1.0 - 2.0 * (2.5 / 9.0), 2.5, 8.0)))
+    unseen = reference.step(x, 0.0 * g, m, d, s, torch.tensor([0.0], dtype=torch.float64))  # m = 0.5, D = 2*8
+    assert_same_bits(unseen, tuple(_doubles(1.0 - 2.0 * (0.5 / (math.sqrt(32.0) + 1.0)), 0.5, 16.0)))
+    zero = reference.step(x, 0.0 * g, m, d, s, torch.tensor([0.0], dtype=torch.float64), zero_is_seen=True)  # 0.25*8
+    assert_same_bits(zero, tuple(_doubles(1.0 - 2.0 * (0.5 / 3.0), 0.5, 2.0)))
+    first = reference.step(x, g, m, -0.0 * d, s, torch.tensor([-24.0], dtype=torch.float64))  # D = 0.75*|-24/4|
+    assert_same_bits(first, tuple(_doubles(1.0 - 2.0 * (2.5 / 4.0), 2.5, 4.5)))
     clipped = reference.step(x, g, m, d, s._replace(grad_scale=0.5, clip=0.125))  # m = 1.5, and 1.5 / 5 is too much
     assert_same_bits(clipped, tuple(_doubles(1.0 - 2.0 * 0.125, 1.5, 8.0)))
     assert_same_bits(reference.step(x, g, m, d, s._replace(skip=1.0)), (x, m, d))

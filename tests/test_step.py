@@ -71,7 +71,7 @@ def scalars_for(power, mode):
     ]
 
 
-def step_by(runner, lists, scalars, mode, noise=None, sample=Sample.ABS):
+def step_by(runner, lists, scalars, mode, noise=None, sample=Sample.ABS, zero_is_seen=False):
     """Updates the lists in place; returns the tally of a refresh. ``noise`` is the draw of stochastic rounding."""
     n, name = len(lists.weights), runner.removesuffix("_restored")
     passes = passes_over(name, members_of(lists.weights))
@@ -85,7 +85,7 @@ def step_by(runner, lists, scalars, mode, noise=None, sample=Sample.ABS):
     products = None
     if mode != "ordinary":
         products = Products(*map(list, zip(*(_product(passes, lists, i, mode) for i in range(n)), strict=True)))
-    options = {"restore": name != runner, "noise_draw": noise, "sample": sample}
+    options = {"restore": name != runner, "noise_draw": noise, "sample": sample, "zero_is_seen": zero_is_seen}
     return passes.step(scalars, cohorts_of(n), products, SEED, DRAW, **options).tallies
 
 
@@ -98,7 +98,7 @@ def _product(passes, lists, i, mode):
     return lists.products[i] * z, SIGNED_PRODUCT
 
 
-def expected_lists(lists, scalars, mode, sample=Sample.ABS):
+def expected_lists(lists, scalars, mode, sample=Sample.ABS, zero_is_seen=False):
     """Weights, m, D and tallies by the reference, and the sum of magnitudes in each trace."""
     weights, exp_avgs, hessians, tallies, magnitudes = [], [], [], [], []
     for i, (x, g, m, d, p) in enumerate(zip(*lists, strict=True)):
@@ -107,10 +107,11 @@ def expected_lists(lists, scalars, mode, sample=Sample.ABS):
             h = p * reference.rademacher(x, indices_of(i + 1)[i], SEED, DRAW) if mode == "unsigned" else p
             compute = reference.compute_dtype(x.dtype)
             mean = h.to(compute) * torch.tensor(s.product_scale, dtype=compute)
-            seen = mean[mean.isfinite()].double()
+            unseen = (h == 0) & (g == 0) & (not zero_is_seen)
+            seen = mean[mean.isfinite() & ~unseen].double()
             tallies.append((float(seen.sum()), int((seen < 0).sum()), seen.numel()))
             magnitudes.append(float(seen.abs().sum()))
-        results = reference.step(x, g, m, d, s, h, sample=sample)
+        results = reference.step(x, g, m, d, s, h, sample=sample, zero_is_seen=zero_is_seen)
         for column, value in zip((weights, exp_avgs, hessians), results, strict=True):
             column.append(value)
     return weights, exp_avgs, hessians, tallies, magnitudes
@@ -165,7 +166,7 @@ def test_general_power_stays_within_its_tolerance_and_state_is_bitwise(dtype, mo
 def test_general_power_denominator_over_fifty_decades(dtype, power):
     d = (10 ** (torch.rand(100_000, dtype=torch.float64) * 50 - 25)).to(dtype)
     x, g, m = torch.zeros_like(d), torch.zeros_like(d), torch.ones_like(d)
-    only_power = StepScalars(1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, power)  # x = −1 / D^power
+    only_power = StepScalars(1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, power)  # x = −1 / D^power
     wanted, _, _ = reference.step(x, g, m, d, only_power)
     step_by("native", Lists([x], [g], [m], [d], []), [only_power], "ordinary")
     assert (((x - wanted) / wanted).abs() <= power_rtol(dtype)).all()
@@ -236,6 +237,38 @@ def test_a_product_of_minus_zero_makes_curvature_known_whatever_is_sampled(sampl
     lists.products[0].fill_(-0.0)
     step_by(runner, lists, scalars_for(0.5, "signed"), "signed", sample=sample)
     assert_same_bits(lists.hessians[0], torch.zeros(300))
+
+
+# ---- what a batch does not show -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero_is_seen", [False, True], ids=["keep", "zero"])
+@pytest.mark.parametrize("sample", Sample)
+@pytest.mark.parametrize("mode", ["unsigned", "signed"])
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
+def test_elements_without_gradient_and_product_equal_the_reference(dtype, runner, mode, sample, zero_is_seen):
+    case = Case("two", (Spec((2049,)), Spec((300,))))
+    before, lists = (build(case, dtype, nonfinite=True) for _ in range(2))
+    for each in (before, lists):
+        for g, h, d in zip(each.grads, each.products, each.hessians, strict=True):
+            g[::3], h[::2], h[5::7] = 0.0, 0.0, -0.0
+            d[::5] = -0.0
+    scalars = scalars_for(0.5, mode)
+    found = step_by(runner, lists, scalars, mode, sample=sample, zero_is_seen=zero_is_seen)
+    assert_stepped(lists, found, expected_lists(before, scalars, mode, sample, zero_is_seen))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_late_first_sample_weighs_like_those_that_were_there_from_the_start(runner):
+    x, product = torch.randn(300), torch.full((300,), 2.0)
+    scalars = scalars_for(0.5, "signed")[0]
+    d = torch.full(
+        (300,), scalars.first * 2.0 * scalars.product_scale
+    )  # of elements with this product at all refreshes
+    d[::2] = -0.0
+    lists, _ = one_cohort(runner, x, d, product, "signed")
+    torch.testing.assert_close(lists.hessians[0], torch.full_like(d, scalars.first * 2.0 * scalars.product_scale))
 
 
 # ---- curvature that isn't there -----------------------------------------------------------------------------------

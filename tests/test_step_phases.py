@@ -69,6 +69,7 @@ def test_products_of_a_step_that_was_skipped_are_not_those_of_the_next(hvp):
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.05])
+@pytest.mark.filterwarnings("ignore:SASSHA.step. rho is")
 def test_a_step_without_ascent_after_one_that_was_skipped_takes_its_own_products(rho):
     def skipped(opt, loss):
         loss().backward()

@@ -16,7 +16,7 @@ from sassha_fast._passes.layout import StepScalars
 pytestmark = [pytest.mark.usefixtures("native_ops"), pytest.mark.cpu]
 LIBRARIES = {"cpu": torch.ops.sassha_fast, "sim": SIM}
 N_GROUPS, COHORTS, ROWS = 2, 1, 3
-SCALARS = [StepScalars(0.9, 0.9, 0.1, 0.99, 0.01, 0.5, 0.4, 1e-4, 0.1, 0.5)]
+SCALARS = [StepScalars(0.9, 0.9, 0.1, 0.99, 0.01, 0.5, 0.4, 0.5, 1.2, 1e-4, 0.1, 0.5)]
 WITH_KERNELS = [name for name in ("native", "cuda_sim", "triton") if name in PASSES]
 
 
@@ -53,7 +53,13 @@ def call(library, name):
         "perturb": {**ascent, **journal},
         "restore": journal,
         "step": {
-            **{"scalars": torch.tensor(SCALARS, dtype=torch.float64), "seed": 1, "draw": 2, "sample": 0},
+            **{
+                "scalars": torch.tensor(SCALARS, dtype=torch.float64),
+                "seed": 1,
+                "draw": 2,
+                "sample": 0,
+                "zero_is_seen": False,
+            },
             **{"noise_draw": torch.tensor([3]), "adaptive": False, "tallies": tallies, "squares": squares, **journal},
         },
         "momentum_ascent": ascent,

@@ -36,7 +36,7 @@ def test_passes_declare_the_fewest_bytes_that_the_algorithm_allows():
     assert all(hasattr(tables, column.upper()) for column in columns)
 
 
-STEP = "ops.table_step(table, scalars, 1, 2, None, 0, False, {tallies}, {squares}, journal)"
+STEP = "ops.table_step(table, scalars, 1, 2, None, 0, False, False, {tallies}, {squares}, journal)"
 KERNELS = {
     "norm": "ops.table_square_sums(table, sums, tables.GRAD, False)",
     "perturb": "ops.table_perturb(table, scales, False, 1, draw, journal)",
@@ -58,7 +58,8 @@ from sassha_fast._passes.layout import StepScalars
 library.load()
 ops = torch.ops.sassha_fast
 scales, draw = torch.tensor([0.1]), torch.zeros(1, dtype=torch.int64)
-scalars = torch.tensor([StepScalars(0.9, 0.9, 0.1, 0.99, 0.01, 0.5, 0.4, 1e-4, 0.1, 0.5)], dtype=torch.float64)
+row = StepScalars(0.9, 0.9, 0.1, 0.99, 0.01, 0.5, 0.4, 0.5, 1.2, 1e-4, 0.1, 0.5)
+scalars = torch.tensor([row], dtype=torch.float64)
 journal, sums, gap, tallies = draw.new_zeros(2), *(torch.zeros(n, dtype=torch.float64) for n in (1, 3, 3))
 tallies = tallies.view(1, 3)
 kept = {{}}

@@ -41,6 +41,8 @@ class StepScalars(NamedTuple):
     one_minus_beta2: Any
     bias2: Any
     bias2_kept: Any
+    first: Any
+    kept: Any
     eps: Any
     step_size: Any
     power: Any
@@ -207,9 +209,19 @@ def sampled(h, SAMPLE: tl.constexpr):
 
 
 @triton.jit
+def is_unseen(product, g, ZERO_IS_SEEN: tl.constexpr):
+    """Whether the batch had nothing to tell about an element: no gradient, no product."""
+    if ZERO_IS_SEEN:
+        return product != product  # no element: one that is NaN has no sample anyway
+    else:
+        return (product == 0) & (g == 0)
+
+
+@triton.jit
 def curvature(d, sample, s):
-    """D = beta2 D + (1 - beta2) sample. D starts at -0, which the first finite sample ends."""
-    return s.beta2 * d + s.one_minus_beta2 * sample
+    """D = beta2 D + (1 - beta2) sample. D starts at -0; the first sample weighs as if it had always been there."""
+    averaged = s.beta2 * d + s.one_minus_beta2 * sample
+    return tl.where(is_unknown(d), s.first * sample, averaged)
 
 
 @triton.jit

@@ -33,6 +33,7 @@ from .math import (
     denominator,
     descend,
     is_finite,
+    is_unseen,
     momentum,
     narrow,
     round_stochastically,
@@ -56,33 +57,47 @@ def rounded(scalars, cohort, C: tl.constexpr):
 
 @triton.jit
 def curvature_sample(row, begin, product, g, seed, draw, s, T: tl.constexpr, FULL: tl.constexpr):
-    """z * Hz of a chunk, averaged over probes.
+    """Hz of a chunk up to its scale, and z * Hz, averaged over probes.
 
     What the product is does not make kernels of its own: the differences are two selections, and signs that nobody
     needs cost less than the memory they wait for.
     """
     flags = tl.load(row + FLAGS)
     raw = widen(load(row, product, begin, T, FULL))
-    hz = tl.where((flags & PROBE_GRADIENT) != 0, raw - g, raw) * s.product_scale
+    hz = tl.where((flags & PROBE_GRADIENT) != 0, raw - g, raw)
     bits = sign_bits(seed, tl.load(row + INDEX), draw, begin, CHUNK_ROWS)
-    return times_sign(hz, tl.where((flags & SIGNED_PRODUCT) != 0, 0, bits).to(tl.uint32))
+    return hz, times_sign(hz * s.product_scale, tl.where((flags & SIGNED_PRODUCT) != 0, 0, bits).to(tl.uint32))
 
 
 @triton.jit
 def refreshed(
-    row, begin, product, grad, g, d, s, tally, seed, draw, T: tl.constexpr, SAMPLE: tl.constexpr, FULL: tl.constexpr
+    row,
+    begin,
+    product,
+    grad,
+    g,
+    d,
+    s,
+    tally,
+    seed,
+    draw,
+    T: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    ZERO_IS_SEEN: tl.constexpr,
+    FULL: tl.constexpr,
 ):
-    """D of a chunk after a refresh, and its correction. The tally counts products, whatever D takes of them."""
+    """D of a chunk after a refresh, and its correction. The tally counts what was seen, whatever D takes of it."""
     # A row without a product reads its gradient in its place, and refreshes nothing.
     refreshes = product != 0
-    h = curvature_sample(row, begin, tl.where(refreshes, product, grad), g, seed, draw, s, T, FULL)
+    hz, h = curvature_sample(row, begin, tl.where(refreshes, product, grad), g, seed, draw, s, T, FULL)
     h = tl.where(refreshes, h, float("nan"))
     sample = sampled(h, SAMPLE)
     # A sample that is not finite leaves D and its correction as they were.
     finite = is_finite(sample)
-    d = tl.where(finite, curvature(d, sample, s), d)
+    unseen = is_unseen(hz, g, ZERO_IS_SEEN)
+    d = tl.where(finite, tl.where(unseen, d * s.kept, curvature(d, sample, s)), d)
     bias2 = tl.where(finite, s.bias2, tl.where(refreshes, s.bias2_kept, s.bias2))
-    counted = is_finite(h)
+    counted = is_finite(h) & (unseen == 0)
     if not FULL:
         counted = counted & inside(row, begin)
     tl.store(tally, tl.sum(tl.sum(tl.where(counted, h, 0.0).to(tl.float64), axis=1), axis=0))
@@ -126,6 +141,7 @@ def step_of(
     POWER: tl.constexpr,
     REFRESH: tl.constexpr,
     SAMPLE: tl.constexpr,
+    ZERO_IS_SEEN: tl.constexpr,
     AT_RANDOM: tl.constexpr,
     IN_STATE: tl.constexpr,
     ADAPTIVE: tl.constexpr,
@@ -142,7 +158,7 @@ def step_of(
     bias2 = s.bias2
     if REFRESH:
         tally = tallies + place_of(chunks) * 3
-        d, bias2 = refreshed(row, begin, product, grad, g, d, s, tally, seed, draw, T, SAMPLE, FULL)
+        d, bias2 = refreshed(row, begin, product, grad, g, d, s, tally, seed, draw, T, SAMPLE, ZERO_IS_SEEN, FULL)
     m = momentum(m, g, s)  # before the power, which needs many registers
     denom = denominator(d, bias2, s, POWER)
     moved = descend(x, m, d, denom, s)
@@ -172,6 +188,7 @@ def step(
     POWER: tl.constexpr,
     REFRESH: tl.constexpr,
     SAMPLE: tl.constexpr,
+    ZERO_IS_SEEN: tl.constexpr,
     AT_RANDOM: tl.constexpr,
     IN_STATE: tl.constexpr,
     ADAPTIVE: tl.constexpr,
@@ -203,9 +220,39 @@ def step(
             store(row, param, begin, load(row, backup, begin, T, False), T, False)
     elif takes_words(row, begin, used):
         step_of(
-            row, begin, addresses, s, results, draws, T, C, POWER, REFRESH, SAMPLE, AT_RANDOM, IN_STATE, ADAPTIVE, True
+            row,
+            begin,
+            addresses,
+            s,
+            results,
+            draws,
+            T,
+            C,
+            POWER,
+            REFRESH,
+            SAMPLE,
+            ZERO_IS_SEEN,
+            AT_RANDOM,
+            IN_STATE,
+            ADAPTIVE,
+            True,
         )
     else:
         step_of(
-            row, begin, addresses, s, results, draws, T, C, POWER, REFRESH, SAMPLE, AT_RANDOM, IN_STATE, ADAPTIVE, False
+            row,
+            begin,
+            addresses,
+            s,
+            results,
+            draws,
+            T,
+            C,
+            POWER,
+            REFRESH,
+            SAMPLE,
+            ZERO_IS_SEEN,
+            AT_RANDOM,
+            IN_STATE,
+            ADAPTIVE,
+            False,
         )

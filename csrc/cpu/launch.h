@@ -117,7 +117,7 @@ struct Cpu {
       if (!args.refresh) continue;
       sums.tallies[row].trace += partial[i].tally.trace;
       sums.tallies[row].negative += partial[i].tally.negative;
-      sums.tallies[row].finite += partial[i].tally.finite;
+      sums.tallies[row].seen += partial[i].tally.seen;
     }
   }
 

@@ -5,50 +5,52 @@
 namespace sassha::SASSHA_ISA {
 namespace {
 
-// One block of z * Hz, averaged over probes, and what it adds to the tally. Returns whether all of it is finite.
+// Hz of one element, up to its scale.
+template <Product kProduct, typename C>
+SASSHA_HD C product_at(const C* product, const C* g, int64_t i) {
+  return kProduct == Product::kProbed ? product[i] - g[i] : product[i];
+}
+
+// One block of z * Hz, averaged over probes, and what it adds to the tally. Returns whether all of it is finite and was
+// seen.
 template <Product kProduct, typename C, typename N>
 SASSHA_HD bool curvature_sample(const C* product, const C* g, C* h, N n, const Stream& stream, int64_t element,
-                                const StepScalars<C>& s, Tally& tally) {
+                                const StepScalars<C>& s, bool zero_is_seen, Tally& tally) {
   if constexpr (kProduct == Product::kSigned) {
     for (int64_t i = 0; i < n; ++i) h[i] = product[i] * s.product_scale;
   } else {
     C hz[kBlock];
-    for (int64_t i = 0; i < n; ++i) {
-      hz[i] = (kProduct == Product::kProbed ? product[i] - g[i] : product[i]) * s.product_scale;
-    }
+    for (int64_t i = 0; i < n; ++i) hz[i] = product_at<kProduct>(product, g, i) * s.product_scale;
     apply_signs(hz, h, n, sign_bits(stream, element / kBlock));
   }
-  int32_t finite = 0, negative = 0;
+  int32_t seen = 0, negative = 0;
   const C sum = block_sum(h, n);
+  for (int64_t i = 0; i < n; ++i) {
+    seen += is_finite(h[i]) && !is_unseen(product_at<kProduct>(product, g, i), g[i], zero_is_seen) ? 1 : 0;
+  }
+  for (int64_t i = 0; i < n; ++i) negative += is_finite(h[i]) && h[i] < 0 ? 1 : 0;
   if (is_finite(sum)) {  // then every term is
-    for (int64_t i = 0; i < n; ++i) negative += h[i] < 0 ? 1 : 0;
-    finite = static_cast<int32_t>(n);
     tally.trace += sum;
   } else {
-    for (int64_t i = 0; i < n; ++i) {
-      if (!is_finite(h[i])) continue;
-      tally.trace += h[i];
-      ++finite;
-      negative += h[i] < 0 ? 1 : 0;
-    }
+    for (int64_t i = 0; i < n; ++i) tally.trace += is_finite(h[i]) ? h[i] : C(0);
   }
   tally.negative += negative;
-  tally.finite += finite;
-  return finite == n;
+  tally.seen += seen;
+  return seen == n;
 }
 
-// What a block of products adds to D, in their place. Returns whether all of it is finite.
+// What a block of products adds to D, in their place. Returns whether all of it is finite and was seen.
 template <typename C, typename N>
-SASSHA_HD bool sample_block(C* h, N n, Sample sample, bool finite) {
+SASSHA_HD bool sample_block(C* h, N n, Sample sample, bool seen) {
   if (sample == kMagnitude) {
     for (int64_t i = 0; i < n; ++i) h[i] = sampled(h[i], kMagnitude);
   } else if (sample == kSigned) {
     for (int64_t i = 0; i < n; ++i) h[i] = sampled(h[i], kSigned);
   } else {
     for (int64_t i = 0; i < n; ++i) h[i] = sampled(h[i], kSquare);
-    return is_finite(block_sum(h, n));  // squares may overflow
+    return seen && is_finite(block_sum(h, n));  // squares may overflow
   }
-  return finite;
+  return seen;
 }
 
 // Adds up squares of m, or of |x| m for the x that was written.
@@ -97,15 +99,16 @@ Stepped step_of(const Row& row, int64_t begin, int64_t size, const StepArgs& arg
     } else {
       C h[kBlock];
       const C* raw = load(product + offset, p_room, n);
-      const bool finite = curvature_sample<kProduct>(raw, g, h, n, signs, begin + offset, s, tally);
-      if (sample_block(h, n, args.sample, finite)) {
+      const bool seen = curvature_sample<kProduct>(raw, g, h, n, signs, begin + offset, s, args.zero_is_seen, tally);
+      if (sample_block(h, n, args.sample, seen)) {
         for (int64_t i = 0; i < n; ++i) {
           d[i] = curvature(d[i], h[i], s);
           denom[i] = denominator<kPower>(d[i], s.bias2, s);
         }
       } else {
         for (int64_t i = 0; i < n; ++i) {  // a product that is not finite leaves D and its correction as they were
-          const C refreshed = curvature(d[i], h[i], s);
+          const bool unseen = is_unseen(product_at<kProduct>(raw, g, i), g[i], args.zero_is_seen);
+          const C refreshed = unseen ? d[i] * s.kept : curvature(d[i], h[i], s);
           d[i] = is_finite(h[i]) ? refreshed : d[i];
           denom[i] = denominator<kPower>(d[i], is_finite(h[i]) ? s.bias2 : s.bias2_kept, s);
         }

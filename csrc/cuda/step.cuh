@@ -20,7 +20,7 @@ constexpr int kStepAhead = sizeof(T) == 8 && kPower == Power::kGeneral ? kPair :
 struct StepCount {
   double trace = 0;  // of a refresh, as in Tally
   int negative = 0;
-  int finite = 0;
+  int seen = 0;
   double squares = 0;  // of m, where x is kept in state
 };
 
@@ -109,15 +109,15 @@ __device__ __forceinline__ StepCount step_piece(const Piece& piece, const StepSc
           d[j] = in.d[j];
           if constexpr (kRefresh) {
             const C raw = widen(in.product[j]);
-            const C h = times_sign((probed ? raw - g : raw) * s.product_scale, (signs >> j) & 1u);
-            const bool finite = is_finite(h);
-            count.trace += finite ? static_cast<double>(h) : 0.0;
-            count.negative += finite && h < 0 ? 1 : 0;
-            count.finite += finite ? 1 : 0;
+            const C hz = probed ? raw - g : raw, h = times_sign(hz * s.product_scale, (signs >> j) & 1u);
+            const bool unseen = is_unseen(hz, g, args.zero_is_seen), seen = is_finite(h) && !unseen;
+            count.trace += seen ? static_cast<double>(h) : 0.0;
+            count.negative += seen && h < 0 ? 1 : 0;
+            count.seen += seen ? 1 : 0;
             // A sample that is not finite leaves D and its correction as they were.
             const C sample = sampled(h, args.sample);
             const bool known = is_finite(sample);
-            d[j] = known ? curvature(d[j], sample, s) : d[j];
+            d[j] = !known ? d[j] : unseen ? d[j] * s.kept : curvature(d[j], sample, s);
             bias2 = known ? s.bias2 : s.bias2_kept;
           }
           m[j] = momentum(in.m[j], g, s);
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(3 + 2 * kStateVectors<T>)
     }
     count = step_piece<T, kPower, true, kInState, 1>(piece, s, args, words);
   }
-  double sums[3] = {count.trace, static_cast<double>(count.negative), static_cast<double>(count.finite)};
+  double sums[3] = {count.trace, static_cast<double>(count.negative), static_cast<double>(count.seen)};
   block_sum(sums);
   if (threadIdx.x == 0) partials[blockIdx.x] = {sums[0], sums[1], sums[2]};
   if constexpr (kInState) write_squares(count, piece.row.group, partial_squares);
@@ -193,7 +193,7 @@ static __global__ void __launch_bounds__(kThreads)
     const Tally partial = partials[span.first + i];
     sums[0] += partial.trace;
     sums[1] += partial.negative;
-    sums[2] += partial.finite;
+    sums[2] += partial.seen;
   }
   block_sum(sums);
   if (threadIdx.x == 0) tallies[blockIdx.x] = {sums[0], sums[1], sums[2]};

@@ -36,6 +36,19 @@ class GradientAscent(Ascent):
         )
 
     @override
+    def left_out(self, step: Step) -> str | None:
+        options, radii = step.parts.options, [group["rho"] for group in step.parts.params.groups]
+        found = [rho for rho in radii if isinstance(rho, Tensor) or rho != 0.0]  # a tensor is not read here either
+        if not found and options.rho_scheduler is None:
+            return None
+        rho = found[0] if found and not isinstance(found[0], Tensor) else "not 0"
+        return (
+            f"{options.caller}.step: rho is {rho}, but the weights were not perturbed, so this is a step with rho = 0. "
+            "Use opt.step(closure), or a first backward pass and opt.perturb_weights(), the second backward pass and "
+            "opt.unperturb() before opt.step(); or construct it with rho=0"
+        )
+
+    @override
     def climb(self, step: Step, plan: Plan, grads: list[Tensor], *, zero_grad: bool) -> None:
         parts, groups = step.parts, step.parts.params.groups
         idle: bool | list[bool] = zero_grad  # gradients that nobody else reads: their memory may hold x
@@ -80,6 +93,10 @@ class NoAscent(GradientAscent):
     def needs_pass(self, step: Step) -> bool:
         return False
 
+    @override
+    def left_out(self, step: Step) -> str | None:
+        return None
+
 
 class MomentumAscent(Ascent):
     """ε = ±ρ m/‖m‖ of the last step. The parameters hold x + ε from one step to the next, and x is in state.
@@ -114,6 +131,7 @@ class MomentumAscent(Ascent):
 
     @override
     def prepare_update(self, step: Step) -> None:
+        self.refuse_evaluating(step.parts, "step")
         pairs = zip(step.next_rho(), step.parts.params.groups, strict=True)
         self._scale_signs = [rho * group["sign"] for rho, group in pairs]
 
@@ -138,6 +156,15 @@ class MomentumAscent(Ascent):
         step.parts.weights_moved(plan)
         self._hold(plan)
         parts.stats.square_sums, parts.stats.scales = square_sums, scales
+
+    def refuse_evaluating(self, parts: Parts, caller: str) -> None:
+        """Raises if the parameters hold x: whatever is measured then is not measured at x + ε."""
+        if any(group["evaluating"] for group in parts.params.groups):
+            name = parts.options.caller
+            raise RuntimeError(
+                f"{name}.{caller}: the parameters hold the true weights since eval(), so gradients are not those at "
+                "x + ε; call opt.train() before the forward pass"
+            )
 
     def _hold(self, plan: Plan | None) -> None:
         self._held = None if plan is None else (plan, list(map(version, plan.params)))
@@ -191,6 +218,8 @@ class MomentumAscent(Ascent):
             values = [torch.as_tensor(scales.get(g, 0.0), device=device) for g in range(plan.n_groups)]
             plan.momentum_ascent(torch.stack([v.to(torch.float32) for v in values]), options.seed)
             parts.weights_moved(plan)
+        if chosen is None:
+            self._hold(params.plan_of(self.kept(parts), options))
 
 
 def _same(a: Any, b: Any) -> bool:

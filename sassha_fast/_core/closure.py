@@ -158,6 +158,7 @@ def _guarded(step: Step, passes: Callable[[RandomState], Tensor | float]) -> Ten
         contexts = refresh_contexts(model) if step.differentiates else []
         return within(contexts, lambda: passes(random))
     except BaseException:
+        step.is_broken = True
         step.roll_back()
         if step.is_undone:
             random.restore()

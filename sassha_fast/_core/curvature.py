@@ -10,6 +10,7 @@ from torch import Tensor
 from .._parallel.reducer import Reducer
 from .._passes.plan import Plan
 from .._passes.reference import Products
+from .._passes.shards import local
 from ..stats import Stats
 from .options import Options
 from .params import Grads, Parameters
@@ -100,6 +101,7 @@ class Refresh:
         if not any(due):
             return Curvature()
         wanted = [i for i, is_wanted in enumerate(due) if is_wanted]
+        self._refuse_bare(plan, grads, wanted, caller)
         coarse = are_rounded([plan.params[i] for i in wanted], [grads[i] for i in wanted])
         found = exact_products(
             plan,
@@ -126,6 +128,21 @@ class Refresh:
             )
         self._stats.skipped_refreshes += 1  # who came late waits for the next scheduled refresh
         return Curvature()
+
+    def _refuse_bare(self, plan: Plan, grads: Sequence[Tensor], wanted: list[int], caller: str) -> None:
+        """Raises if gradients beside others with a graph have none, and are not 0: it would pass for curvature 0."""
+        bare = [i for i in wanted if not grads[i].requires_grad]
+        if not bare or len(bare) == len(wanted):
+            return
+        names = [plan.names[i] for i in bare if bool(local(grads[i]).any())]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RuntimeError(
+                f"{self._options.caller}.{caller}: the gradient of {names[0]}{more} has no graph, so its curvature is "
+                "unknown. Checkpoint activations with use_reentrant=False, run every backward pass of the step with "
+                "create_graph=opt.hessian_due, or use hvp='finite_difference'. A parameter in which the loss is linear "
+                "has no curvature: leave it to another optimizer"
+            )
 
     # ---- finite differences -------------------------------------------------------------------------------------
 

@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .._passes.layout import SIGNED_PRODUCT, Scalars
+from .._passes.layout import PROBE_GRADIENT, SIGNED_PRODUCT, Scalars
 from .._passes.plan import Plan
 from .._passes.reference import Products, tally
 from .._passes.shards import local
+from ..reference import is_unknown
 from ..stats import Stats
 from .curvature import Curvature
 from .device_scalars import device_scalars
-from .keys import BIAS2, HESSIAN_STEP, STEP
+from .keys import BIAS2, HESSIAN, HESSIAN_STEP, STEP
 from .options import Options
 from .params import Parameters
 from .products import filter_means, without_zeros
@@ -75,7 +76,7 @@ class _Update:
         n = len(self.states)
         refreshed = [False] * n if self.given is None else list(map(is_not, self.given.values, repeat(None)))
         self.steps, bias2 = list(map(itemgetter(STEP), self.states)), list(map(itemgetter(BIAS2), self.states))
-        request = Request(curvature.scale, grad_scale, skip, options.bias_correction)
+        request = Request(curvature.scale, grad_scale, skip, options.bias_correction, options.lazy_hessian)
         self.scalars: Scalars
         if options.capturable:
             self.scalars = device_scalars(groups, plan.groups, self.steps, bias2, refreshed, request)
@@ -87,16 +88,23 @@ class _Update:
         if options.stochastic_rounding:
             plan.count_draw(step.noise_draw(plan))
         self.draw = step.clock * options.n_samples
+        self.zero_is_seen = options.unseen == "zero"
+        self.grads = [local(g) for p in plan.params if (g := p.grad) is not None] if self.given is not None else []
         self.tallies: dict[int, Tensor] = {}  # of products before they were averaged over filters, by position
         products = self.given
         if products is not None and options.variant.by_filter:
             products = self._averaged_over_filters(products, options.seed)
         if products is not None and curvature.coarse:
-            products = without_zeros(products, [p.grad for p in plan.params])  # type: ignore[misc]
+            products = without_zeros(products, self.grads, zero_is_seen=self.zero_is_seen)
         self.products = products
         self.stats_before = (step.parts.stats.refreshes, step.parts.stats.partial_refreshes)
         self.skipped_before = step.parts.stats.skipped_refreshes
-        self.counted = False
+        self.next_steps: tuple[Tensor, ...] = ()
+        if options.capturable:
+            if isinstance(skip, Tensor):
+                self.next_steps = torch._foreach_add(self.steps, [(skip == 0).to(torch.int64)] * n)
+            else:
+                self.next_steps = torch._foreach_add(self.steps, 1)
 
     def _averaged_over_filters(self, products: Products, seed: int) -> Products:
         """Products with those of convolutions replaced by means over their filters."""
@@ -105,7 +113,8 @@ class _Update:
             if value is None or self.plan.params[i].dim() != 4:
                 continue
             h = value if products.kinds[i] == SIGNED_PRODUCT else value * self.plan.rademacher([i], seed, self.draw)[0]
-            self.tallies[i] = tally(h, self.scalars[self.cohorts[i]], local(self.plan.params[i]))
+            row = self.scalars[self.cohorts[i]]
+            self.tallies[i] = tally(h, row, self.grads[i], zero_is_seen=self.zero_is_seen)
             found.values[i], found.kinds[i] = filter_means(h), SIGNED_PRODUCT
         return found
 
@@ -121,6 +130,7 @@ class _Update:
             *(self.scalars, self.cohorts, self.products, options.seed, self.draw),
             restore=self.step.moved is self.plan and not options.variant.x_in_state,
             stochastic=options.stochastic_rounding,
+            zero_is_seen=self.zero_is_seen,
         )
         found = self.plan.found()
         parts.ascent.follow_update(self.step, self.plan, self.states, found)
@@ -136,48 +146,76 @@ class _Update:
 
     def _count_on_device(self, next_clock: int) -> None:
         """Advances step counts on the device, and the clock here."""
-        if not self.counted:
-            if isinstance(self.skip, Tensor):
-                torch._foreach_add_(self.steps, [(self.skip == 0).to(torch.int64)] * len(self.steps))
-            else:
-                torch._foreach_add_(self.steps, 1)
-            self.counted = True
+        torch._foreach_copy_(self.steps, self.next_steps)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # nothing happens now; replayed() tells when it does
         for entry in self.states:
             entry[HESSIAN_STEP] = next_clock
 
     def _record_refresh(self, tallies: Tensor) -> bool:
-        """Takes over what a refresh brought. Returns whether any product was finite.
+        """Takes over what a refresh brought. Returns whether it brought anything, or there was nothing to bring.
 
         If every product of a parameter rounds to zero, it counts as refreshed; if they overflow, it is tried again.
         """
         assert self.given is not None
-        plan, stats, values = self.plan, self.step.parts.stats, self.given.values
+        stats, values = self.step.parts.stats, self.given.values
         for i, own in self.tallies.items():
             tallies[i] = own
-        finite = tallies[:, 2].tolist()
+        if isinstance(self.skip, Tensor) and bool(self.skip):  # gradients overflowed: nothing has happened
+            stats.skipped_refreshes = self.skipped_before + 1
+            return False
+        seen = tallies[:, 2].tolist()
+        lost = self._fill_unseen(seen)
         bias2 = [self.scalars[cohort].bias2 for cohort in range(len(self.scalars))]
         on_device = self.step.parts.options.capturable
-        elements = 0
         for i, (entry, value, cohort) in enumerate(zip(self.states, values, self.cohorts, strict=True)):
             if value is None:
                 continue
-            elements += plan.numels[i]
-            if finite[i] or plan.numels[i] == 0 or self._all_rounded(value):
+            if seen[i] or not lost.get(i) or self._all_rounded(value):
                 if on_device:
                     entry[BIAS2].copy_(bias2[cohort])  # in place: a captured step reads it there
                 else:
                     entry[BIAS2] = bias2[cohort]
-        total = sum(finite)
-        if total == 0 and elements > 0:
+        total = sum(seen)
+        if total == 0 and any(lost.values()):
             stats.skipped_refreshes = self.skipped_before + 1
             return False
         refreshes, partial = self.stats_before
-        stats.refreshes, stats.partial_refreshes = refreshes + 1, partial + (total < elements)
+        stats.refreshes, stats.partial_refreshes = refreshes + 1, partial + any(lost.values())
         stats.trace = tallies[:, 0].sum()
         stats.negative_share = tallies[:, 1].sum() / max(total, 1.0)
         return True
+
+    def _fill_unseen(self, seen: list[float]) -> dict[int, float]:
+        """Gives elements that no refresh has seen yet the mean curvature of their parameter, if it has one.
+
+        A token that comes for the first time then takes a step like the others. From then on the mean is its D, with
+        which later samples are averaged.
+
+        Args:
+            seen: How many elements of each parameter were seen.
+
+        Returns:
+            How many elements of parameters were lost to overflow or to rounding, by position, where any were not seen.
+        """
+        assert self.given is not None
+        values, kinds, plan = *self.given, self.plan
+        places = [i for i, v in enumerate(values) if v is not None and seen[i] < plan.numels[i]]
+        if not places or self.zero_is_seen:
+            return {i: plan.numels[i] - seen[i] for i in places}
+        curvatures = [local(self.states[i][HESSIAN]) for i in places]
+        masks, counts = [], []
+        for i, d in zip(places, curvatures, strict=True):
+            nothing = self.grads[i] if kinds[i] == PROBE_GRADIENT else 0.0
+            unseen, unknown = (local(values[i]) == nothing) & (self.grads[i] == 0), is_unknown(d)  # type: ignore[arg-type]
+            masks.append(unseen & unknown)
+            known = torch.where(unknown, 0.0, d).to(torch.float64).sum()
+            counts.append(torch.stack([t.double() for t in (unseen.sum(), known, (~unknown).sum())]))
+        totals = plan.over_shards_of(places, counts).tolist()
+        for d, mask, (_, total, number) in zip(curvatures, masks, totals, strict=True):
+            if number:
+                d.copy_(torch.where(mask, torch.full_like(d, total / number), d))
+        return {i: plan.numels[i] - seen[i] - unseen for i, (unseen, _, _) in zip(places, totals, strict=True)}
 
     def _all_rounded(self, value: Tensor) -> bool:
         """Whether products without a finite element were lost to rounding. Shards have to agree, so they say yes."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._passes.constants import constant, vector
 from .._passes.layout import DeviceScalars
-from .scalars import Hyper, Request, formulas, hyper_of
+from .scalars import Hyper, Request, formulas, hyper_of, refreshes_before
 
 STEP_BITS = 31  # of a step count
 
@@ -56,11 +56,17 @@ def device_scalars(
     kept = torch.stack([b.to(device) for b in bias2])
     one = torch.ones_like(kept)
     bias1, newest = one, one
+    betas = tuple((float(hypers[g].beta1), float(hypers[g].beta2)) for g in groups)
+    taken = torch.stack([s.to(device) for s in steps])
     if request.bias_correction:
-        betas = tuple((float(hypers[g].beta1), float(hypers[g].beta2)) for g in groups)
-        bias1, newest = (1.0 - _powers(betas, torch.stack([s.to(device) for s in steps]) + 1)).unbind(1)
+        bias1, newest = (1.0 - _powers(betas, taken + 1)).unbind(1)
     fresh = constant(tuple(refreshed), device, torch.bool)
     common = vector((request.product_scale, request.grad_scale, request.skip), device)
     on_device = Request(*(value * one for value in common.unbind()))  # type: ignore[arg-type]
-    row = formulas(h, bias1, torch.where(fresh, newest, kept), kept, on_device)
+    weight, before = one, one
+    if any(refreshed):
+        counts = refreshes_before(taken + 1, request.interval)
+        powers = (_powers(betas, torch.clamp(r, min=1))[:, 1] for r in (counts + 1, counts))
+        weight, before = (torch.where(fresh, 1.0 - power, one) for power in powers)
+    row = formulas(h, bias1, torch.where(fresh, newest, kept), kept, weight, before, on_device)
     return DeviceScalars(torch.stack(row, dim=1), [hypers[g].power for g in groups])

@@ -77,6 +77,7 @@ class FusedOptimizer(Optimizer, Joinable):
     skip_nonfinite = _Option()
     stochastic_rounding = _Option()
     capturable = _Option()
+    unseen = _Option()
     _step_supports_amp_scaling = True  # GradScaler.step then sets `grad_scale` and `found_inf` for the call
 
     def __init__(self, params: Params, options: Options, defaults: dict[str, Any]) -> None:
@@ -134,6 +135,8 @@ class FusedOptimizer(Optimizer, Joinable):
     def _current(self) -> Step | None:
         """The step at hand, if one has begun and is not over."""
         step = self._step
+        if step is not None and step.is_broken:  # a second interrupt came before the first was dealt with
+            step.roll_back()
         return None if step is None or step.phase is Phase.ENDED else step
 
     def _begin(self) -> Step:
@@ -311,12 +314,20 @@ class FusedOptimizer(Optimizer, Joinable):
     def _step_from_grads(self) -> None:
         """The update from the gradients at hand."""
         step = self._current() or self._begin()
+        if (
+            step.has_new_graph
+        ):  # of a pass after the products were taken: who left that step out zeroed gradients himself
+            step = self._begin()
         if self._is_priming(step):
             plan, _ = self._parts.params.gather(self._parts.options)
             if plan is not None:
                 self._parts.params.states(plan, self._parts.options)
             self._step = None
             return
+        if not step.climbed:
+            warning = self._parts.ascent.left_out(step)
+            if warning is not None:
+                self._parts.warn_once("no ascent", warning)
         gathered = step.collect("step") if step.phase is not Phase.COLLECTED else None
         overflow: Tensor | None = getattr(self, "found_inf", None)
         if overflow is None:
@@ -409,8 +420,10 @@ class FusedOptimizer(Optimizer, Joinable):
             step = self._begin()
         step.replay_random()
         step.is_replaying = True
-        yield
-        step.is_replaying = False
+        try:
+            yield
+        finally:
+            step.is_replaying = False
 
     # ---- uneven inputs ------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class Options:
     skip_nonfinite: bool = False
     stochastic_rounding: bool = False
     capturable: bool = False
+    unseen: str = "keep"
 
     def __post_init__(self) -> None:
         """Checks the values."""
@@ -49,6 +50,7 @@ class Options:
         check_count("n_samples", self.n_samples, caller=name)
         check_choice("grad_reduce", self.grad_reduce, ("mean", "sum"), caller=name)
         check_choice("hvp", self.hvp, ("exact", "finite_difference", "central_difference"), caller=name)
+        check_choice("unseen", self.unseen, ("keep", "zero"), caller=name)
         check_choice("hvp_point", self.hvp_point, ("perturbed", "upstream"), caller=name)
         if self.hvp != "exact" and self.hvp_point == "upstream":
             raise ValueError(

@@ -48,14 +48,16 @@ class Parameters:
         self.state: MutableMapping[Tensor, dict[str, Any]] = {}
         self.all: list[Tensor] = []
         self.elements = 0
+        self._sizes: list[int] = []  # of the groups
         self._plans: dict[tuple[bool, ...] | None, Plan] = {}
 
     def follow(self, groups: list[dict[str, Any]], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
         """Takes over groups and state as they are now. A change of the groups, by whomever, drops the plans."""
         self.groups, self.state = groups, state
         lists = list(map(itemgetter("params"), groups))
-        if sum(map(len, lists)) != len(self.all) or not all(map(is_, chain.from_iterable(lists), self.all)):
-            self.all = list(chain.from_iterable(lists))
+        sizes = list(map(len, lists))
+        if sizes != self._sizes or not all(map(is_, chain.from_iterable(lists), self.all)):
+            self.all, self._sizes = list(chain.from_iterable(lists)), sizes
             self.elements = sum(p.numel() for p in self.all)
             self.drop_plans()
 
@@ -71,17 +73,26 @@ class Parameters:
 
     def gather(self, options: Options, *, again: bool = False) -> tuple[Plan | None, list[Tensor]]:
         """The plan for the parameters that have gradients, and these gradients; ``again`` if not first in a step."""
-        grads = list(map(grad, self.all))
-        if all(map(is_not, grads, repeat(None))):
-            return self.plan(None, options, again=again), grads  # type: ignore[return-value]
-        key = tuple(map(is_not, grads, repeat(None)))
-        if not any(key):
-            return None, []
-        return self.plan(key, options, again=again), list(compress(grads, key))  # type: ignore[arg-type]
+        found = list(map(grad, self.all))
+        key = None
+        if not all(map(is_not, found, repeat(None))):
+            key = tuple(map(is_not, found, repeat(None)))
+            if not any(key):
+                return None, []
+        plan = self.plan(key, options, again=again)
+        grads: list[Tensor] = found if key is None else list(compress(found, key))  # type: ignore[assignment,arg-type]
+        for i in plan.singles:
+            if grads[i].is_neg():
+                grads[i] = plan.params[i].grad = grads[i].resolve_neg()
+        return plan, grads
 
     def have_grads(self) -> bool:
         """Whether any parameter has a gradient."""
         return not all(map(is_, map(grad, self.all), repeat(None)))
+
+    def have_graphs(self) -> bool:
+        """Whether any gradient can be differentiated again."""
+        return any(g is not None and g.requires_grad for g in map(grad, self.all))
 
     def detach_grads(self) -> list[Tensor]:
         """Cuts gradients off their graph: together with their parameters they are a cycle that would leak.

@@ -54,13 +54,15 @@ def exact_products(
 
     Returns:
         The products of the plan's parameters, and the factor that makes them means over probes; or None if no gradient
-        has a graph. A parameter whose gradient does not depend on any parameter has a product of zeros.
+        has a graph. One without a graph, which is 0, has a product of zeros.
     """
     positions = [i for i, wanted in enumerate(due) if wanted]
     connected = [j for j, i in enumerate(positions) if grads[i].requires_grad]
     if not connected:
         return None
     inputs, outputs = [plan.params[i] for i in positions], [grads[positions[j]] for j in connected]
+    alone = set(plan.singles)
+    singles = [j for j, i in enumerate(positions) if i in alone]
     length = probe_scale(elements)
     sums: list[Tensor] = []
     for sample in range(n_samples):
@@ -68,6 +70,8 @@ def exact_products(
         torch._foreach_mul_(signs, 1.0 / length)
         last = sample == n_samples - 1
         products = _differentiated(outputs, inputs, [signs[j] for j in connected], retain_graph=not last)
+        for j in singles:
+            products[j] = products[j].resolve_neg()
         torch._foreach_mul_(signs, length)
         if n_samples == 1 and not signed:
             return _unsigned(plan, positions, products, signs), length
@@ -129,7 +133,7 @@ def are_rounded(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     return False
 
 
-def without_zeros(products: Products, grads: Sequence[Tensor]) -> Products:
+def without_zeros(products: Products, grads: Sequence[Tensor], *, zero_is_seen: bool) -> Products:
     """Coarse products with NaN, which keeps the curvature that is known, in place of 0.
 
     Of gradients in bfloat16 one product in a thousand is lost to rounding, of their differences one in a hundred. Taken
@@ -141,7 +145,10 @@ def without_zeros(products: Products, grads: Sequence[Tensor]) -> Products:
             values.append(None)
             continue
         nothing = local(grad) if kind == PROBE_GRADIENT else 0.0
-        values.append(torch.where(value == nothing, torch.nan, value))
+        lost = value == nothing
+        if not zero_is_seen:  # without a gradient there was nothing to lose
+            lost &= local(grad) != 0
+        values.append(torch.where(lost, torch.nan, value))
     return Products(values, products.kinds)
 
 

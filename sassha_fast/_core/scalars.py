@@ -19,12 +19,14 @@ class Request:
         grad_scale: Factor that makes of ``p.grad`` the gradient to descend along: clipping over loss scale.
         skip: Not 0 where gradients have overflowed: the update then only restores.
         bias_correction: False replaces both corrections by 1.
+        interval: Steps from one refresh to the next.
     """
 
     product_scale: float = 1.0
     grad_scale: Scalar = 1.0
     skip: Scalar = 0.0
     bias_correction: bool = True
+    interval: int = 1
 
 
 class Hyper(NamedTuple):
@@ -73,7 +75,15 @@ def hyper_of(group: Mapping[str, Any]) -> Hyper:
     )
 
 
-def formulas(h: Hyper, bias1: Scalar, bias2: Scalar, bias2_kept: Scalar, request: Request) -> StepScalars:
+def formulas(
+    h: Hyper,
+    bias1: Scalar,
+    bias2: Scalar,
+    bias2_kept: Scalar,
+    weight: Scalar,
+    weight_before: Scalar,
+    request: Request,
+) -> StepScalars:
     """The scalars of an update, of numbers in Python and of tensors on a device alike.
 
     Args:
@@ -81,6 +91,8 @@ def formulas(h: Hyper, bias1: Scalar, bias2: Scalar, bias2_kept: Scalar, request
         bias1: 1 − β1^t of this step.
         bias2: 1 − β2^t of the newest refresh, this step's included.
         bias2_kept: The same before this step.
+        weight: 1 − β2^r after the r refreshes of the parameter so far, this step's included; of no matter elsewhere.
+        weight_before: The same before this step, or ``weight`` if this is the first.
         request: What is common to all parameters.
     """
     return StepScalars(
@@ -91,6 +103,8 @@ def formulas(h: Hyper, bias1: Scalar, bias2: Scalar, bias2_kept: Scalar, request
         one_minus_beta2=1.0 - h.beta2,
         bias2=bias2,
         bias2_kept=bias2_kept,
+        first=weight,
+        kept=weight / weight_before,
         eps=h.eps,
         step_size=h.lr / (bias1 * h.gamma),
         power=h.power,
@@ -131,7 +145,16 @@ def step_scalars(group: Mapping[str, Any], step: int, bias2: float, *, refresh: 
     bias1, refreshed = 1.0, 1.0
     if request.bias_correction:
         bias1, refreshed = 1.0 - integer_power(h.beta1, step), 1.0 - integer_power(h.beta2, step)
-    return formulas(h, bias1, refreshed if refresh else bias2, bias2, request)
+    if not refresh:
+        return formulas(h, bias1, bias2, bias2, 1.0, 1.0, request)
+    before = refreshes_before(step, request.interval)
+    weight, weight_before = (1.0 - integer_power(h.beta2, max(r, 1)) for r in (before + 1, before))
+    return formulas(h, bias1, refreshed, bias2, weight, weight_before, request)
+
+
+def refreshes_before(step: Any, interval: int) -> Any:
+    """Refreshes of a parameter before its step of this number, if none has failed: they come at a fixed interval."""
+    return (step - 1) // interval
 
 
 def cohort_scalars(

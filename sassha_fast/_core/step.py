@@ -7,9 +7,10 @@ leaves the weights at x with the state that belongs to it, or, once the update h
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -103,6 +104,10 @@ class Ascent(ABC):
         """Before an update: finds out what :meth:`follow_update` needs, once."""
         del step  # an ascent along the gradient needs nothing
 
+    def left_out(self, step: Step) -> str | None:
+        """What to warn of if an update comes without :meth:`climb` before it, None if that is as it should be."""
+        return None
+
     def follow_update(self, step: Step, plan: Plan, states: list[dict[str, Any]], found: Stepped) -> None:
         """After an update: tells everybody that the weights moved. May be called twice."""
         step.parts.weights_moved(plan)
@@ -136,6 +141,13 @@ class Parts:
     ascent: Ascent
     descent: Descent
     stats: Stats
+    warned: set[str] = field(default_factory=set)
+
+    def warn_once(self, topic: str, text: str) -> None:
+        """A warning that this optimizer gives once."""
+        if topic not in self.warned:
+            self.warned.add(topic)
+            warnings.warn(text, stacklevel=7)  # of the line that called step()
 
     def weights_moved(self, plan: Plan) -> None:
         """Tells autograd, autocast and FSDP2 that weights moved."""
@@ -161,6 +173,7 @@ def _undone_on_error(method: Callable[Concatenate[Step, P], R]) -> Callable[Conc
         try:
             return method(self, *args, **kwargs)
         except BaseException:
+            self.is_broken = True
             self.roll_back()
             raise
 
@@ -185,6 +198,7 @@ class Step:
         pending: The update, once it is prepared.
         is_replaying: Whether a pass runs whose random numbers are remembered.
         wants_graph: Whether the pass at hand may be the one that is differentiated again.
+        is_broken: Whether an exception has left it, which another one may keep from being rolled back.
         is_undone: Whether an exception has ended it before its update.
         is_shadow: Whether this process has no data, and takes part in the steps of the others alone.
     """
@@ -211,6 +225,7 @@ class Step:
         self.is_replaying = False
         self.wants_graph = True
         self.is_shadow = False
+        self.is_broken = False
         self.is_undone = False
         self._zeroes = False  # whether the ascent may have taken the memory of gradients
         self._is_reduced = False  # whether the gradients come from all processes
@@ -225,13 +240,19 @@ class Step:
 
     @property
     def is_away(self) -> bool:
-        """Whether the weights are not where the step began."""
-        return self.phase is Phase.CLIMBED or self.phase is Phase.PROBING
+        """Whether the weights are, or after an exception on the way back may be, not where the step began."""
+        return self.moved is not None and self.phase is not Phase.ENDED
 
     @property
     def hessian_due(self) -> bool:
         """Whether the step refreshes curvature, as far as is known by now."""
         return self.refresh.is_due(self.moved)
+
+    @property
+    def has_new_graph(self) -> bool:
+        """Whether a backward pass has run since products were taken, which cut the gradients off their graph."""
+        taken = self.curvature is not None and self.curvature.products is not None
+        return taken and self.phase is Phase.COLLECTED and self.parts.params.have_graphs()
 
     @property
     def probes_due(self) -> int:
@@ -301,7 +322,8 @@ class Step:
             self._randoms[self._replayed % len(self._randoms)].restore()
             self._replayed += 1
         elif not self.is_away:
-            if self._is_zeroed:  # whoever zeroed gradients has given up the passes before
+            # Whoever zeroed gradients, through us or not, has given up the passes before.
+            if self._is_zeroed or not self.parts.params.have_grads():
                 self._randoms, self._is_zeroed = [], False
             self._randoms.append(RandomState(p.device for p in self.parts.params.all))
 

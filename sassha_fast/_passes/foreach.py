@@ -58,6 +58,7 @@ class ForeachPasses(Passes):
         restore: bool = False,
         noise_draw: Tensor | None = None,
         sample: Sample = Sample.ABS,
+        zero_is_seen: bool = False,
         adaptive: bool = False,
     ) -> Stepped:
         if restore:
@@ -66,12 +67,12 @@ class ForeachPasses(Passes):
         tallies = None
         if products is not None:
             curvatures = [self._signed(products, i, seed, draw) for i in range(len(cohorts))]
-            rows = zip(curvatures, cohorts, self.members.weights, strict=True)
-            tallies = torch.stack([tally(h, scalars[cohort], weight) for h, cohort, weight in rows])
+            rows = zip(curvatures, cohorts, self.grads, strict=True)
+            tallies = torch.stack([tally(h, scalars[c], g, zero_is_seen=zero_is_seen) for h, c, g in rows])
         noise = [self._noise(i, seed, noise_draw, reference.UPDATE_NOISE) for i in range(len(cohorts))]
         columns = (self.updated, self.grads, self.exp_avgs, self.hessians, curvatures, noise)
         for cohort, dtype, batch in self._batches(cohorts, *columns):
-            _update(scalars[cohort], sample, dtype, *batch)
+            _update(scalars[cohort], sample, zero_is_seen, dtype, *batch)
         self.grads = []
         sums = None if self.xs is None else self._momentum_sums(self.exp_avgs, self.xs, adaptive)
         self.found = Stepped(tallies, sums)
@@ -150,6 +151,7 @@ def _ascended(weights: list[Tensor], directions: list[Tensor], scale: Tensor, ad
 def _update(
     scalars: StepScalars,
     sample: Sample,
+    zero_is_seen: bool,
     dtype: torch.dtype,
     weights: list[Tensor],
     grads: list[Tensor],
@@ -163,7 +165,7 @@ def _update(
     s = reference.scalar_tensors(scalars, compute, weights[0].device)
 
     if isinstance(scalars.skip, Tensor) or scalars.skip:
-        _skippable_update(scalars, sample, weights, grads, exp_avgs, hessians, curvatures, noise)
+        _skippable_update(scalars, sample, zero_is_seen, weights, grads, exp_avgs, hessians, curvatures, noise)
         return
 
     # m = β1 m + (1−β1) g̃
@@ -176,11 +178,11 @@ def _update(
     for i, h in enumerate(curvatures):
         if h is None:
             continue
-        h = reference.sampled(h.to(compute) * s.product_scale, sample)
-        refreshed = torch.isfinite(h)
-        d = s.beta2 * hessians[i] + s.one_minus_beta2 * h
-        hessians[i].copy_(torch.where(refreshed, d, hessians[i]))
-        bias2[i] = torch.where(refreshed, s.bias2, s.bias2_kept)
+        sampled = reference.sampled(h.to(compute) * s.product_scale, sample)
+        unseen, finite = reference.is_unseen(h, grads[i], zero_is_seen=zero_is_seen), torch.isfinite(sampled)
+        d = reference.refreshed(hessians[i], sampled, unseen, s)
+        hessians[i].copy_(torch.where(finite, d, hessians[i]))
+        bias2[i] = torch.where(finite, s.bias2, s.bias2_kept)
     # D̄ + eps
     denoms = [d / b for d, b in zip(hessians, bias2, strict=True)]
     if isinstance(scalars.floor, Tensor) or sample is Sample.SIGNED or scalars.floor != 0.0:
@@ -204,8 +206,9 @@ def _update(
     torch._foreach_copy_(weights, known)
 
 
-def _skippable_update(scalars: StepScalars, sample: Sample, *columns: list[Any]) -> None:
+def _skippable_update(scalars: StepScalars, sample: Sample, zero_is_seen: bool, *columns: list[Any]) -> None:
     """The update where only the device knows whether it is to be skipped: tensor by tensor."""
     for weight, grad, exp_avg, hessian, curvature, noise in zip(*columns, strict=True):
-        results = reference.step(weight, grad, exp_avg, hessian, scalars, curvature, noise, sample)
+        tensors = (weight, grad, exp_avg, hessian)
+        results = reference.step(*tensors, scalars, curvature, noise, sample, zero_is_seen=zero_is_seen)
         torch._foreach_copy_([weight, exp_avg, hessian], list(results))

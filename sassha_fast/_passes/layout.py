@@ -35,6 +35,8 @@ class StepScalars(NamedTuple):
     one_minus_beta2: Scalar
     bias2: Scalar
     bias2_kept: Scalar
+    first: Scalar
+    kept: Scalar
     eps: Scalar
     step_size: Scalar
     power: Scalar

@@ -38,6 +38,7 @@ class Plan:
         groups: Parameter group of each.
         spans: The slice that each group takes of every list: parameters come group by group.
         has_curvature: Whether every parameter has some. Once true, it stays true.
+        singles: Parameters of one element.
         states: State that is bound to the passes.
         signs_in_registers: Of each parameter, whether the update can draw the signs of its product itself.
     """
@@ -85,6 +86,9 @@ class Plan:
         ]
         self.draws = [torch.zeros(1, dtype=torch.int64, device=device) for device, _, _, _ in kinds]
         self.numels = [p.numel() for p in params]
+        # Only these may have a gradient whose sign torch keeps in a bit beside it, as of an imaginary part: larger ones
+        # would have gaps.
+        self.singles = [i for i, size in enumerate(self.numels) if size == 1]
         self.signs_in_registers = [False] * len(params)
         for part, places in self.parts:
             for j, i in enumerate(places):
@@ -127,6 +131,14 @@ class Plan:
         if self.sharded:
             dist.all_reduce(value, group=self.process_group)
         return value
+
+    def over_shards_of(self, positions: Sequence[int], values: Sequence[Tensor]) -> Tensor:
+        """A row for each of these parameters, of what every shard has found out about it, summed over all shards."""
+        rows = torch.stack([value.to(self.draws[0].device) for value in values])
+        if self.sharded:
+            replicas = {i: count for (_, places), count in zip(self.parts, self.replicas, strict=True) for i in places}
+            rows /= torch.tensor([[replicas[i]] for i in positions], dtype=rows.dtype, device=rows.device)
+        return self._over_shards(rows)
 
     def _split(self, values: Sequence[T], positions: list[int]) -> list[T]:
         if len(self.parts) == 1:
@@ -264,6 +276,7 @@ class Plan:
         *,
         restore: bool = False,
         stochastic: bool = False,
+        zero_is_seen: bool = False,
     ) -> None:
         """Updates every parameter. Parts that an interrupted call has updated already are left alone."""
         columns = zip(self.parts, self.adaptive, self.draws, self._counts, strict=True)
@@ -278,6 +291,7 @@ class Plan:
                 restore=restore,
                 noise_draw=number if stochastic else None,
                 sample=self.variant.sample,
+                zero_is_seen=zero_is_seen,
                 adaptive=adaptive,
             )
 

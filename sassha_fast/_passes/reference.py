@@ -105,8 +105,8 @@ class Stepped(NamedTuple):
     """What an update found on its way.
 
     Attributes:
-        tallies: On a refresh a float64 tensor [members, 3]: Σ z⊙Hz over finite elements, how many of them are negative,
-            and how many there are.
+        tallies: On a refresh a float64 tensor [members, 3]: Σ z⊙Hz over the elements that were seen, how many of them
+            are negative, and how many there are.
         square_sums: ‖m‖² per group (‖|x|⊙m‖² where ``adaptive``), where x is kept in state.
     """
 
@@ -286,6 +286,7 @@ class Passes:
         restore: bool = False,
         noise_draw: Tensor | None = None,
         sample: Sample = Sample.ABS,
+        zero_is_seen: bool = False,
         adaptive: bool = False,
     ) -> Stepped:
         """The update. Where x is kept in state it is updated there, and the parameter is left alone.
@@ -300,6 +301,7 @@ class Passes:
             noise_draw: Draw of the noise that rounds reduced-precision parameters stochastically, one int64 on the
                 device; None rounds them to nearest.
             sample: What a refresh adds to D.
+            zero_is_seen: Whether elements without gradient and product have no curvature, rather than the one they had.
             adaptive: Weigh m by |x| in the sum of squares.
 
         Returns:
@@ -313,11 +315,10 @@ class Passes:
             row = scalars[cohorts[i]]
             h = None if products is None else self._signed(products, i, seed, draw)
             noise = self._noise(i, seed, noise_draw, reference.UPDATE_NOISE)
-            rows.append(
-                reference.step(weight, self.grads[i], self.exp_avgs[i], self.hessians[i], row, h, noise, sample)
-            )
+            tensors = (weight, self.grads[i], self.exp_avgs[i], self.hessians[i])
+            rows.append(reference.step(*tensors, row, h, noise, sample, zero_is_seen=zero_is_seen))
             if products is not None:
-                tallies.append(tally(h, row, weight))
+                tallies.append(tally(h, row, self.grads[i], zero_is_seen=zero_is_seen))
         xs, moments, curvatures = (list(column) for column in zip(*rows, strict=True))
         sums = None if self.xs is None else self._momentum_sums(moments, xs, adaptive)
         self.found = Stepped(torch.stack(tallies) if products is not None else None, sums)
@@ -354,18 +355,20 @@ class Passes:
         return value * reference.rademacher(value, self.members.indices[i], seed, draw)
 
 
-def tally(h: Tensor | None, scalars: StepScalars, weight: Tensor) -> Tensor:
+def tally(h: Tensor | None, scalars: StepScalars, grad: Tensor, *, zero_is_seen: bool) -> Tensor:
     """One row of :attr:`Stepped.tallies`, of one member."""
     if h is None:
-        return torch.zeros(TALLY_WORDS, dtype=torch.float64, device=weight.device)
-    dtype = reference.compute_dtype(weight.dtype)
-    h = h.to(dtype) * reference.scalar_tensors(scalars, dtype, weight.device).product_scale
-    finite = torch.isfinite(h)
-    counted = torch.where(finite, h, torch.zeros_like(h))
+        return torch.zeros(TALLY_WORDS, dtype=torch.float64, device=grad.device)
+    dtype = reference.compute_dtype(grad.dtype)
+    s = reference.scalar_tensors(scalars, dtype, grad.device)
+    unseen = reference.is_unseen(h, grad, zero_is_seen=zero_is_seen)
+    h = h.to(dtype) * s.product_scale
+    seen = torch.isfinite(h) & ~unseen & (s.skip == 0)  # a skipped step has seen nothing
+    counted = torch.where(seen, h, torch.zeros_like(h))
     return torch.stack(
         (
             counted.to(torch.float64).sum(),
             (counted < 0).sum().to(torch.float64),
-            finite.sum().to(torch.float64),
+            seen.sum().to(torch.float64),
         )
     )

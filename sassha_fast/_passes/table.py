@@ -235,6 +235,7 @@ class TablePasses(Passes, ABC):
         restore: bool = False,
         noise_draw: Tensor | None = None,
         sample: Sample = Sample.ABS,
+        zero_is_seen: bool = False,
         adaptive: bool = False,
     ) -> Stepped:
         if cohorts is not self._cohorts and cohorts != self._cohorts:
@@ -249,8 +250,8 @@ class TablePasses(Passes, ABC):
         squares = None if self.xs is None else self.doubles(self.members.n_groups)
         self.found = Stepped(tallies, squares)
         table, power = self.scalar_table(scalars), common_power(scalars)
-        args = (table, seed, draw, noise_draw, int(sample), adaptive, tallies, squares, self.journal, power)
-        self.launch("step", *args)
+        args = (table, seed, draw, noise_draw, int(sample), zero_is_seen, adaptive)
+        self.launch("step", *args, tallies, squares, self.journal, power)
         if products is not None:
             self.columns[layout.PRODUCT].zero_()
         self.grads, self._keep = [], []

@@ -173,6 +173,7 @@ class TritonPasses(TablePasses):
         draw: int,
         noise: Tensor | None,
         sample: int,
+        zero_is_seen: bool,
         adaptive: bool,
         tallies: Tensor | None,
         squares: Tensor | None,
@@ -188,6 +189,7 @@ class TritonPasses(TablePasses):
             "POWER": POWERS.get(-1.0 if power is None else power, math.ANY.value),
             "REFRESH": tallies is not None,
             "SAMPLE": sample,
+            "ZERO_IS_SEEN": zero_is_seen,
             "IN_STATE": squares is not None,
             "ADAPTIVE": adaptive,
         }
