@@ -11,7 +11,6 @@ from training import assert_same_bits, closure_of, same_bits
 from sassha_fast import MSASSHA, SASSHA, AdaHessian, SophiaH
 from sassha_fast._passes.plan import Plan
 
-
 ONE, TARGET = torch.tensor(1.0), torch.tensor(1 - 0.9j)
 
 
