@@ -199,6 +199,7 @@ class MSASSHA(FusedOptimizer):
 
         Call it, and a backward pass after it, ``probes_due`` times between the backward pass and :meth:`step`.
         """
+        self._refuse_in_closure("probe_weights")
         step = self._current()
         if step is None or step.phase is Phase.COLLECTED:
             step = self._begin()

@@ -150,6 +150,20 @@ class FusedOptimizer(Optimizer, Joinable):
             parts = self._parts
             raise RuntimeError(f"{parts.options.caller}.{caller}: {what}; call {parts.ascent.collector}() first")
 
+    def _release_step(self) -> None:
+        """After an exception: no closure runs any more, and where weights were left away, calls may bring them back."""
+        if self._step is not None:
+            self._step.driven = False
+
+    def _refuse_in_closure(self, call: str) -> None:
+        step = self._current()
+        if step is not None and step.driven:
+            name = self._parts.options.caller
+            raise RuntimeError(
+                f"{name}.{call}: it was called within a closure of {name}.step, which runs all passes of the step "
+                f"itself; leave {call}() out of the closure"
+            )
+
     @property
     def hessian_due(self) -> bool:
         """Whether the coming step refreshes the curvature. With exact products its last pass needs a graph.
@@ -184,9 +198,13 @@ class FusedOptimizer(Optimizer, Joinable):
         Args:
             zero_grad: Drop these gradients afterwards. Their memory then holds x until :meth:`unperturb`.
         """
-        name, step = self._parts.options.caller, self._current()
+        self._refuse_in_closure("perturb_weights")
+        step, options = self._current(), self._parts.options
         if step is not None and step.is_away:
-            raise RuntimeError(f"{name}.perturb_weights: the weights are perturbed already; call unperturb() first")
+            raise RuntimeError(
+                f"{options.caller}.perturb_weights: the weights are perturbed already; call "
+                f"{self._parts.ascent.collector}() first"
+            )
         Join.notify_join_context(self)
         if step is None or step.phase is not Phase.BEGUN or step.climbed:  # a new first pass ends what was left open
             step = self._begin()
@@ -201,6 +219,7 @@ class FusedOptimizer(Optimizer, Joinable):
         Args:
             scaler: The ``torch.amp.GradScaler`` that scaled the losses, whose scale the products carry too.
         """
+        self._refuse_in_closure("unperturb")
         step, options = self._current(), self._parts.options
         if step is None or not step.is_away:
             raise RuntimeError(
@@ -221,6 +240,7 @@ class FusedOptimizer(Optimizer, Joinable):
         Args:
             scaler: The ``torch.amp.GradScaler`` that scaled the loss, whose scale the products carry too.
         """
+        self._refuse_in_closure("take_products")
         step = self._current()
         if step is not None and step.phase is Phase.COLLECTED and step.climbed:
             return  # unperturb() has taken them
@@ -236,13 +256,14 @@ class FusedOptimizer(Optimizer, Joinable):
         Call it, and a backward pass after it, ``probes_due`` times between the last backward pass and
         :meth:`unperturb` (M-SASSHA: :meth:`step`), which puts the gradients of that pass back.
         """
+        self._refuse_in_closure("probe_weights")
         step = self._current()
         if step is None or not step.is_away or not step.probes_due:
             away = step is not None and step.is_away
             raise RuntimeError(
                 f"{self._parts.options.caller}.probe_weights: no probe is due (hvp={self._parts.options.hvp!r}, "
-                f"hessian_due={self.hessian_due}, weights perturbed: {away}); call it probes_due times after "
-                "perturb_weights()"
+                f"hessian_due={self.hessian_due}, weights moved: {away}); finite differences need "
+                f"{self._parts.ascent.probe_recipe}"
             )
         step.check_probe()
         step.probe()
@@ -252,8 +273,9 @@ class FusedOptimizer(Optimizer, Joinable):
         del closure
         step = self._current()
         if step is not None and step.is_away:
+            parts = self._parts
             raise RuntimeError(
-                f"{self._parts.options.caller}.step: the weights are still perturbed; call unperturb() first"
+                f"{parts.options.caller}.step: the weights are still perturbed; call {parts.ascent.collector}() first"
             )
 
     @override
@@ -282,23 +304,45 @@ class FusedOptimizer(Optimizer, Joinable):
 
         Without a closure and without :meth:`SASSHA.perturb_weights` before it, SASSHA takes a step with ρ = 0.
         """
-        self._check_ready(closure=closure is not None)
-        name = self._parts.options.caller
-        if closure is None:
-            if hessian_closure is not None or scaler is not None:
-                raise TypeError(
-                    f"{name}.step: hessian_closure or scaler was given without closure; pass a closure too, or use "
-                    "the three calls with unperturb(scaler=scaler) and scaler.step(opt)"
-                )
+        self._refuse_in_closure("step")
+        try:
+            self._check_ready(closure=closure is not None)
+            if closure is not None:
+                return self._step_with(closure, hessian_closure, scaler)
+            self._check_plain(hessian_closure, scaler)
             self._step_from_grads()
             return None
+        except BaseException:
+            self._release_step()
+            raise
+
+    def _check_plain(self, hessian_closure: object, scaler: object) -> None:
+        """Raises if a step without a closure was given what only passes can use."""
+        if hessian_closure is not None or scaler is not None:
+            parts = self._parts
+            products = f"{parts.ascent.collector}(scaler=scaler) and " if parts.descent.has_curvature else ""
+            raise TypeError(
+                f"{parts.options.caller}.step: hessian_closure or scaler was given without closure; pass a closure "
+                f"too, or use {products}scaler.step(opt) in a hand-written loop"
+            )
+
+    def _step_with(
+        self,
+        closure: Closure | Accumulated | Sequence[Closure],
+        hessian_closure: Closure | Sequence[Closure] | None,
+        scaler: GradScaler | None,
+    ) -> Tensor | float:
+        """All passes of a step."""
+        name = self._parts.options.caller
         if hasattr(self, "found_inf"):
             raise RuntimeError(
                 f"{name}.step: GradScaler.step was given a closure, which would scale nothing in its later "
                 "passes; replace scaler.step(opt, closure) by opt.step(closure, scaler=scaler)"
             )
+        if hessian_closure is not None and not self._parts.descent.has_curvature:
+            raise TypeError(f"{name}.step: hessian_closure is for products of the Hessian, which {name} does without")
         first = as_closure(closure, caller=name)
-        other = None if hessian_closure is None else as_closure(hessian_closure, caller=name)
+        other = None if hessian_closure is None else as_closure(hessian_closure, caller=name, name="hessian_closure")
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
         Join.notify_join_context(self)
         step = self._step = Step(self.parts, driven=True)
@@ -425,9 +469,13 @@ class FusedOptimizer(Optimizer, Joinable):
 
     @no_grad
     def _shadow_step(self) -> None:
-        step = self._step = Step(self.parts, driven=True)
-        run_shadow(step)
-        self._step = None
+        try:
+            step = self._step = Step(self.parts, driven=True)
+            run_shadow(step)
+            self._step = None
+        except BaseException:
+            self._release_step()
+            raise
 
     @property
     def join_device(self) -> torch.device:
