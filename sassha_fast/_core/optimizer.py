@@ -314,6 +314,8 @@ class FusedOptimizer(Optimizer, Joinable):
             return None
         except BaseException:
             self._release_step()
+            for name in ("grad_scale", "found_inf"):  # of GradScaler.step, which takes them back only after a step
+                vars(self).pop(name, None)
             raise
 
     def _check_plain(self, hessian_closure: object, scaler: object) -> None:
@@ -366,7 +368,11 @@ class FusedOptimizer(Optimizer, Joinable):
             step.update(gathered)
         else:  # called by GradScaler.step
             left: Tensor | None = getattr(self, "grad_scale", None)
-            step.unscale_products(left)
+            try:
+                step.unscale_products(left)
+            except RuntimeError:  # a later call must not take products for those of the loss
+                step.roll_back()
+                raise
             step.update(gathered, Amp(left, overflow))
         self._step = None
 
