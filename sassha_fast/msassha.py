@@ -90,8 +90,6 @@ class MSASSHA(FusedOptimizer):
     ) -> None:
         """Checks the arguments; see the class."""
         own = dict(locals())  # every argument by its name
-        if sign not in (-1, 1):
-            raise ValueError(f"MSASSHA: sign is {sign!r}, expected -1 (against the momentum) or 1 (along it)")
         variant = replace(M_SASSHA, adaptive=bool(adaptive), adaptive_bias=bool(adaptive_bias))
         refused = dict.fromkeys(("hvp_point", "perturb_sync"), "it is about the first pass, which is left out")
         extra = {"sign": sign, "evaluating": False}

@@ -13,7 +13,7 @@ from ._core.ascent import GradientAscent
 from ._core.descent import Delegated
 from ._core.optimizer import FusedOptimizer, Params
 from ._core.options import HYPERPARAMETERS, Options
-from .checks import check_number
+from .checks import check_flag
 from .variant import Variant
 
 __all__ = ["SAM"]
@@ -74,7 +74,8 @@ class SAM(FusedOptimizer):
         if not isinstance(base_optimizer, type) or not issubclass(base_optimizer, Optimizer):
             raise TypeError(f"SAM: base_optimizer is {base_optimizer!r}, expected a class such as torch.optim.SGD")
         name = type(self).__name__
-        check_number("alpha", alpha, caller=name)
+        check_flag("adaptive", adaptive, caller=name)
+        check_flag("adaptive_bias", adaptive_bias, caller=name)
         chosen = Options(
             name,
             Variant(adaptive=bool(adaptive), adaptive_bias=bool(adaptive_bias), gap=True),

@@ -106,13 +106,16 @@ class FusedOptimizer(Optimizer, Joinable):
     # ---- parameters ---------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in ``torch.optim``; refuses bad hyperparameters and sparse or complex parameters."""
+        """Adds a group, as in ``torch.optim``; refuses bad hyperparameters and parameters that can't be trained."""
         name = self._parts.options.caller
         self._refuse_while_away("add_param_group", "the weights are perturbed")
-        group = dict(param_group)
+        group = dict(param_group) if isinstance(param_group, dict) else {}
+        if "params" not in group:
+            found = f"has {sorted(group)}" if isinstance(param_group, dict) else f"is a {type(param_group).__name__}"
+            raise ValueError(f"{name}: a parameter group {found}, expected a dict with 'params'")
         given = {**self.defaults, **group}
         check_group(given, [key for key in self.checked_hyperparameters if key in self.defaults], caller=name)
-        params = group.get("params", ())
+        params = group["params"]
         group["params"] = (
             [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
         )
