@@ -171,7 +171,8 @@ class MSASSHA(FusedOptimizer):
     def _refuse_probes(self, caller: str) -> None:
         step = self._current()
         if step is not None and step.is_away:
-            raise RuntimeError(f"MSASSHA.{caller}: the weights are at a probe; call take_products() or step() first")
+            name = self._parts.options.caller
+            raise RuntimeError(f"{name}.{caller}: the weights are at a probe; call take_products() or step() first")
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -179,15 +180,16 @@ class MSASSHA(FusedOptimizer):
     def perturb_weights(self, zero_grad: bool = True) -> None:
         """Not a call of M-SASSHA, whose parameters are at x + ε already. Raises RuntimeError."""
         raise RuntimeError(
-            "MSASSHA.perturb_weights: the parameters hold x + ε from one step to the next, so a step is "
-            "loss.backward(create_graph=opt.hessian_due) and opt.step()"
+            f"{self._parts.options.caller}.perturb_weights: the parameters hold x + ε from one step to the next, so a "
+            "step is loss.backward(create_graph=opt.hessian_due) and opt.step()"
         )
 
     @override
     def unperturb(self, scaler: GradScaler | None = None) -> None:
         """Not a call of M-SASSHA; :meth:`take_products` and :meth:`eval` are. Raises RuntimeError."""
         raise RuntimeError(
-            "MSASSHA.unperturb: products are taken by take_products(scaler), and the true weights shown by eval()"
+            f"{self._parts.options.caller}.unperturb: products are taken by take_products(scaler), and the true "
+            "weights shown by eval()"
         )
 
     @override
@@ -209,8 +211,8 @@ class MSASSHA(FusedOptimizer):
     def _check_ready(self, *, closure: bool) -> None:
         if self.evaluating:
             raise RuntimeError(
-                "MSASSHA.step: the parameters hold the true weights since eval(), so the gradients are not those at "
-                "x + ε; call opt.train() before the forward pass"
+                f"{self._parts.options.caller}.step: the parameters hold the true weights since eval(), so the "
+                "gradients are not those at x + ε; call opt.train() before the forward pass"
             )
         step = self._current()
         if step is not None and step.is_away:
@@ -221,8 +223,8 @@ class MSASSHA(FusedOptimizer):
         changed = self._momentum.changed()
         if changed is not None:
             raise RuntimeError(
-                f"MSASSHA.step: {changed} changed in place while holding x + ε, and the update of x would lose that; "
-                "change weights within `with opt.true_weights():`. opt.eval() goes back to x now"
+                f"{self._parts.options.caller}.step: {changed} changed in place while holding x + ε, and the update of "
+                "x would lose that; change weights within `with opt.true_weights():`. opt.eval() goes back to x now"
             )
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -281,7 +283,7 @@ class _Guard:
         opt = None if self.opt is None else self.opt()
         if opt is not None and opt.perturbed:
             warnings.warn(
-                f"MSASSHA: {what} while its parameters hold x + ε, not the true weights; use `with "
+                f"{type(opt).__name__}: {what} while its parameters hold x + ε, not the true weights; use `with "
                 "opt.true_weights():`, or opt.eval() before and opt.train() after",
                 stacklevel=4,
             )

@@ -24,6 +24,7 @@ from ..checks import check_count, check_param, parameter_name
 from ..stats import Stats
 from .closure import Accumulated, Closure, as_closure, run, run_shadow
 from .contexts import KINKED, CreateGraph, frozen_batchnorm, refresh_context
+from .guards import SyncedGraph
 from .keys import HESSIAN_STEP
 from .options import HYPERPARAMETERS, Options, check_group
 from .params import Parameters
@@ -262,11 +263,12 @@ class FusedOptimizer(Optimizer, Joinable):
         self._refuse_in_closure("probe_weights")
         step = self._current()
         if step is None or not step.is_away or not step.probes_due:
-            away = step is not None and step.is_away
+            away, parts = step is not None and step.is_away, self._parts
+            needs = f"finite differences need {parts.ascent.probe_recipe}"
             raise RuntimeError(
-                f"{self._parts.options.caller}.probe_weights: no probe is due (hvp={self._parts.options.hvp!r}, "
-                f"hessian_due={self.hessian_due}, weights moved: {away}); finite differences need "
-                f"{self._parts.ascent.probe_recipe}"
+                f"{parts.options.caller}.probe_weights: no probe is due (hvp={parts.options.hvp!r}, "
+                f"hessian_due={self.hessian_due}, weights moved: {away}); "
+                f"{needs if parts.descent.has_curvature else 'there is no curvature to probe for'}"
             )
         step.check_probe()
         step.probe()
@@ -407,6 +409,8 @@ class FusedOptimizer(Optimizer, Joinable):
         """Tells the refresh clock that a CUDA graph of an ordinary step was replayed, which Python can't see."""
         name = self._parts.options.caller
         check_count("steps", steps, caller=f"{name}.replayed")
+        if not self._parts.descent.has_curvature:
+            raise RuntimeError(f"{name}.replayed: {name} never refreshes a curvature, so there is no clock to tell")
         if not self._parts.options.capturable:
             raise RuntimeError(f"{name}.replayed: steps are counted on the host; construct {name} with capturable=True")
         clock = self.parts.params.clock() + steps
@@ -431,6 +435,8 @@ class FusedOptimizer(Optimizer, Joinable):
         if not isinstance(model, nn.Module):
             raise TypeError(f"{options.caller}.attach: model is {type(model).__name__}, expected a torch.nn.Module")
         self._parts.reducer.attach(model)
+        if isinstance(model, DistributedDataParallel):
+            model.register_forward_hook(SyncedGraph(options.caller))
         kinked = sorted({type(module).__name__ for module in model.modules() if isinstance(module, KINKED)})
         if kinked and not options.exact:
             warnings.warn(

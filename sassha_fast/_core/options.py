@@ -54,7 +54,7 @@ class Options:
             raise ValueError(
                 f"{name}: hvp={self.hvp!r} has no hvp_point='upstream', which is about graphs; use 'perturbed'"
             )
-        backends.resolve(self.backend)
+        backends.resolve(self.backend, caller=name)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
             raise ValueError(f"{name}: seed is {self.seed!r}, expected an integer from 0 to 2^63 − 1")
         if self.max_grad_norm is not None:
@@ -179,9 +179,8 @@ def arguments(
         if name not in known or name in own:
             raise TypeError(f"{caller}: there is no further argument {name!r}; help({caller}) lists them")
     given = {**own, **(further or {})}
-    backend = backends.resolve(
-        given.pop("backend", "auto"), foreach=given.pop("foreach", None), fused=given.pop("fused", None)
-    )
+    flags = {"foreach": given.pop("foreach", None), "fused": given.pop("fused", None)}
+    backend = backends.resolve(given.pop("backend", "auto"), **flags, caller=caller)
     for flag in _CHOSEN_FLAGS & given.keys():
         check_flag(flag, given[flag], caller=caller)
     wide = {name: given.pop(name) for name in OPTIONS if name in given}

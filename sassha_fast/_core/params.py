@@ -144,7 +144,7 @@ class Parameters:
             len(self.groups),
             names,
             options.variant,
-            lambda device: backends.choose(options.backend, device),
+            lambda device: backends.choose(options.backend, device, caller=options.caller),
         )
 
     def names(self) -> list[str]:
