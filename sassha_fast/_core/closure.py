@@ -24,6 +24,7 @@ from .contexts import (
     within,
 )
 from .curvature import Curvature
+from .guards import warn_of_lightning, watched_statistics
 from .params import Parameters
 from .step import Amp, Step
 
@@ -172,6 +173,8 @@ def run(
     Returns:
         The loss of the first pass.
     """
+    if step.clock == 0 and step.parts.reducer.model is None and isinstance(closure, Checked):
+        warn_of_lightning(step, closure.function)
     return _guarded(step, lambda random: _in_order(step, closure, hessian_closure, random, scaler, unscale))
 
 
@@ -195,6 +198,8 @@ def _guarded(step: Step, passes: Callable[[RandomState], Tensor | float]) -> Ten
         # On a refresh also the first pass avoids what has no double backward: compiled and eager dropout, say, draw
         # different masks from one seed.
         contexts = refresh_contexts(model) if step.differentiates else []
+        if model is None and step.clock == 0:
+            contexts.append(partial(watched_statistics, step))
         return within(contexts, lambda: passes(random))
     except BaseException:
         step.roll_back()
