@@ -315,19 +315,24 @@ class Run:
         path = self.out / "log.csv"
         if not path.exists():
             return []
-        with path.open(newline="") as file:
-            whole = [row for row in csv.DictReader(file) if row["seconds"]]  # a killed run may leave half a line
-        return [{key: float(value) for key, value in row.items()} for row in whole]
+        lines = path.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # a killed run may leave half a line, or half a number
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(whole)]
 
     def _keep_rows(self, step: int) -> None:
         """Drops what the log has beyond the checkpoint."""
         kept = [row for row in self.rows() if row["step"] <= step]
         if self.first:
-            (self.out / "log.csv").write_text(",".join(COLUMNS) + "\n")
-            for row in kept:
-                self._append(row)
+            partial = self.out / "log.csv.partial"
+            partial.write_text("".join([",".join(COLUMNS) + "\n", *map(_line, kept)]))
+            os.replace(partial, self.out / "log.csv")  # at no moment is there a log without its rows
 
     def _append(self, row: dict[str, float]) -> None:
-        values = [f"{row[key]:.0f}" if key in ("epoch", "step") else repr(float(row[key])) for key in COLUMNS]
         with (self.out / "log.csv").open("a") as file:
-            file.write(",".join(values) + "\n")
+            file.write(_line(row))
+
+
+def _line(row: dict[str, float]) -> str:
+    """A row of the log."""
+    values = [f"{row[key]:.0f}" if key in ("epoch", "step") else repr(float(row[key])) for key in COLUMNS]
+    return ",".join(values) + "\n"

@@ -121,16 +121,16 @@ def available(device_type: str = "cpu") -> list[str]:
     return [name for name, backend in _REGISTRY.items() if backend.why_not(device_type) is None]
 
 
-def resolve(backend: str, *, foreach: bool | None = None, fused: bool | None = None) -> str:
+def resolve(backend: str, *, foreach: bool | None = None, fused: bool | None = None, caller: str = "SASSHA") -> str:
     """The backend that ``backend`` and torch's ``foreach`` and ``fused`` flags ask for together.
 
     Raises:
         ValueError: For an unknown name, or flags that contradict each other or ``backend``.
     """
     if backend not in ("auto", "fused", *_REGISTRY):
-        raise ValueError(f"SASSHA: backend is {backend!r}, expected 'auto', 'fused' or one of {names()}")
+        raise ValueError(f"{caller}: backend is {backend!r}, expected 'auto', 'fused' or one of {names()}")
     if foreach and fused:
-        raise ValueError("SASSHA: foreach=True and fused=True exclude each other; set one of them, or backend=")
+        raise ValueError(f"{caller}: foreach=True and fused=True exclude each other; set one of them, or backend=")
     asked = backend
     if foreach:
         asked = "foreach"
@@ -140,12 +140,12 @@ def resolve(backend: str, *, foreach: bool | None = None, fused: bool | None = N
         asked = "reference"
     if backend not in ("auto", asked):
         raise ValueError(
-            f"SASSHA: backend={backend!r} contradicts foreach={foreach}, fused={fused}; leave the flags at None"
+            f"{caller}: backend={backend!r} contradicts foreach={foreach}, fused={fused}; leave the flags at None"
         )
     return asked
 
 
-def choose(backend: str, device: torch.device) -> type[Passes]:
+def choose(backend: str, device: torch.device, *, caller: str = "SASSHA") -> type[Passes]:
     """The passes of a backend for a device.
 
     ``"auto"`` takes the fastest that runs there, ``"fused"`` the kernels of the device. A backend named by the user
@@ -160,7 +160,7 @@ def choose(backend: str, device: torch.device) -> type[Passes]:
     reason = _REGISTRY[backend].why_not(device.type)
     if reason is not None:
         raise RuntimeError(
-            f"SASSHA: backend {backend!r} can't run parameters on {device}: {reason}. "
+            f"{caller}: backend {backend!r} can't run parameters on {device}: {reason}. "
             f"Use backend='auto' or one of {available(device.type)}"
         )
     return _REGISTRY[backend].passes()

@@ -106,7 +106,7 @@ class StatsLog:
         return read_log(self.path) if self.path.exists() else columns([])
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draws loss, predicted gap and trace over the steps, and saves the picture if a path is given."""
+        """Draws loss, gaps and trace over the steps, and saves the picture if a path is given."""
         from .plots import plot_log
 
         figure = plot_log(self.read())
@@ -158,6 +158,7 @@ class StatsLog:
                 self._losses[key] = _kept(loss)
             return loss
 
+        watched.__wrapped__ = closure  # type: ignore[attr-defined]
         return watched
 
     def _after_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:

@@ -90,8 +90,6 @@ class MSASSHA(FusedOptimizer):
     ) -> None:
         """Checks the arguments; see the class."""
         own = dict(locals())  # every argument by its name
-        if sign not in (-1, 1):
-            raise ValueError(f"MSASSHA: sign is {sign!r}, expected -1 (against the momentum) or 1 (along it)")
         variant = replace(M_SASSHA, adaptive=bool(adaptive), adaptive_bias=bool(adaptive_bias))
         refused = dict.fromkeys(("hvp_point", "perturb_sync"), "it is about the first pass, which is left out")
         extra = {"sign": sign, "evaluating": False}
@@ -182,7 +180,8 @@ class MSASSHA(FusedOptimizer):
     def _refuse_probes(self, caller: str) -> None:
         step = self._current()
         if step is not None and step.is_away:
-            raise RuntimeError(f"MSASSHA.{caller}: the weights are at a probe; call take_products() or step() first")
+            name = self._parts.options.caller
+            raise RuntimeError(f"{name}.{caller}: the weights are at a probe; call take_products() or step() first")
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -190,15 +189,16 @@ class MSASSHA(FusedOptimizer):
     def perturb_weights(self, zero_grad: bool = True) -> None:
         """Not a call of M-SASSHA, whose parameters are at x + ε already. Raises RuntimeError."""
         raise RuntimeError(
-            "MSASSHA.perturb_weights: the parameters hold x + ε from one step to the next, so a step is "
-            "loss.backward(create_graph=opt.hessian_due) and opt.step()"
+            f"{self._parts.options.caller}.perturb_weights: the parameters hold x + ε from one step to the next, so a "
+            "step is loss.backward(create_graph=opt.hessian_due) and opt.step()"
         )
 
     @override
     def unperturb(self, scaler: GradScaler | None = None) -> None:
         """Not a call of M-SASSHA; :meth:`take_products` and :meth:`eval` are. Raises RuntimeError."""
         raise RuntimeError(
-            "MSASSHA.unperturb: products are taken by take_products(scaler), and the true weights shown by eval()"
+            f"{self._parts.options.caller}.unperturb: products are taken by take_products(scaler), and the true "
+            "weights shown by eval()"
         )
 
     @override
@@ -208,6 +208,7 @@ class MSASSHA(FusedOptimizer):
 
         Call it, and a backward pass after it, ``probes_due`` times between the backward pass and :meth:`step`.
         """
+        self._refuse_in_closure("probe_weights")
         self._momentum.refuse_evaluating(self.parts, "probe_weights")
         step = self._current()
         if step is None or step.phase is Phase.COLLECTED:
@@ -241,8 +242,8 @@ class MSASSHA(FusedOptimizer):
         changed = self._momentum.changed()
         if changed is not None:
             raise RuntimeError(
-                f"MSASSHA.step: {changed} changed in place while holding x + ε, and the update of x would lose that; "
-                "change weights within `with opt.true_weights():`. opt.eval() goes back to x now"
+                f"{self._parts.options.caller}.step: {changed} changed in place while holding x + ε, and the update of "
+                "x would lose that; change weights within `with opt.true_weights():`. opt.eval() goes back to x now"
             )
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ class _Guard:
         opt = None if self.opt is None else self.opt()
         if opt is not None and opt.perturbed:
             warnings.warn(
-                f"MSASSHA: {what} while its parameters hold x + ε, not the true weights; use `with "
+                f"{type(opt).__name__}: {what} while its parameters hold x + ε, not the true weights; use `with "
                 "opt.true_weights():`, or opt.eval() before and opt.train() after",
                 stacklevel=4,
             )

@@ -39,7 +39,14 @@ PLANES = {
     "random": ("random direction 1, in norms of the filters", "random direction 2, in norms of the filters"),
     "eigenvectors": ("distance along the eigenvector of λ₁", "distance along the eigenvector of λ₂"),
 }
-PANELS = {"loss": "loss", "predicted_gap": "predicted gap ρ‖g‖", "trace": "Hessian trace, estimated"}
+# Columns of a log by panel, each with what its line is called where that is not clear. What closures measured is drawn
+# beside what was predicted, dotted.
+PANELS = {
+    "loss": {"loss": ""},
+    "sharpness gap": {"predicted_gap": "predicted ρ‖g‖", "ascent_gap": "measured f(x + ε) − f(x)"},
+    "Hessian trace, estimated": {"trace": ""},
+}
+EXTRAS: dict[str, dict[str, Any]] = {"ascent_gap": {"linestyle": ":"}, "trace": {"marker": "o", "markersize": 3.0}}
 
 
 def _axes(
@@ -143,18 +150,19 @@ def plot_density(
     Args:
         densities: What :meth:`Sharpness.spectral_density` gave, or a dict of names and such.
         ax: Axes to draw into; a new figure if None.
-        mark: Mark λmax by a dotted line.
+        mark: Mark the eigenvalue of largest magnitude by a dotted line: λmax, or λmin where that is further from 0.
     """
     runs = _named(densities, SpectralDensity, "plot_density")
     figure, ax = _axes(ax, "plot_density")
     for i, (name, run) in enumerate(runs.items()):
         look = _look(i)
-        largest = f"λmax = {run.largest:.3g}"
+        extreme = float(run.nodes[run.nodes.abs().argmax()])
+        largest = f"{'λmin' if extreme < 0 else 'λmax'} = {extreme:.3g}"
         label = f"{name}, {largest}" if name and mark else name or "_"
         ax.plot(run.grid.tolist(), run.density.tolist(), label=label, linewidth=1.5, **look)
         if mark:
             label = "_" if name else largest
-            ax.axvline(run.largest, color=look["color"], linestyle=":", linewidth=1.5, label=label)
+            ax.axvline(extreme, color=look["color"], linestyle=":", linewidth=1.5, label=label)
     ax.set_yscale("log")
     lowest = min(run.resolution for run in runs.values())
     highest = max(float(run.density.max()) for run in runs.values())
@@ -168,7 +176,9 @@ def plot_density(
 
 
 def plot_log(logs: Columns | Mapping[str, Columns]) -> Figure:
-    """Draws loss, predicted gap and trace over the steps, a panel each; what no run has is left out.
+    """Draws loss, sharpness gap and trace over the steps, a panel each; what no run has is left out.
+
+    The gap is the predicted one, with that which closures measured beside it as a dotted line.
 
     Args:
         logs: What :func:`sassha_fast.log.read_log` gave, or a dict of names and such.
@@ -178,24 +188,28 @@ def plot_log(logs: Columns | Mapping[str, Columns]) -> Figure:
     runs: Mapping[str, Any] = {"": logs} if "step" in logs else logs
     points = {
         column: {name: _known(run["step"], run[column]) for name, run in runs.items() if column in run}
-        for column in PANELS
+        for columns in PANELS.values()
+        for column in columns
     }
-    panels = [column for column in PANELS if any(steps for steps, _ in points[column].values())]
+    known = {column for column, found in points.items() if any(steps for steps, _ in found.values())}
+    panels = {title: columns for title, columns in PANELS.items() if known & columns.keys()}
     if not panels:
         raise ValueError("plot_log: no run has a loss or a statistic; take steps first, and pass losses to note()")
     figure: Figure = extra("matplotlib.figure", "plot_log").Figure(
         figsize=(7.0, 0.6 + 2.0 * len(panels)), layout="constrained"
     )
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for ax, column in zip(axes, panels, strict=True):
-        sparse = {"marker": "o", "markersize": 3.0} if column == "trace" else {}
-        for i, name in enumerate(runs):
-            steps, values = points[column].get(name, ([], []))
-            if steps:
-                ax.plot(steps, values, label=name or "_", linewidth=1.3, **sparse, **_look(i))
-        ax.set_ylabel(PANELS[column])
+    for ax, (title, columns) in zip(axes, panels.items(), strict=True):
+        for column, what in columns.items():
+            for i, name in enumerate(runs):
+                steps, values = points[column].get(name, ([], []))
+                if steps:
+                    label = ", ".join(filter(None, (name, what))) or "_"
+                    look = {**_look(i), **EXTRAS.get(column, {})}
+                    ax.plot(steps, values, label=label, linewidth=1.3, **look)
+        ax.set_ylabel(title)
         ax.grid(alpha=0.3)
-        if any(runs):
+        if any(runs) or any(columns.values()):
             ax.legend()
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.get_major_locator().set_params(integer=True)

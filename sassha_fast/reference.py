@@ -135,7 +135,9 @@ def square_sum(grad: Tensor, param: Tensor | None = None) -> Tensor:
 def ascent_scales(
     square_sums: Tensor, rho: Sequence[float | Tensor], perturb_eps: Sequence[float], *, on_device: bool = False
 ) -> Tensor:
-    """ρ / ‖g‖ per group, rounded to float32 for every dtype; 0 where the norm is not finite.
+    """ρ / ‖g‖ per group, rounded to float32 for every dtype; 0 where the norm or the scale is not finite.
+
+    The scale is not where the norm is 0, or next to nothing, and ``perturb_eps`` is 0.
 
     Rounding hides the order in which the squares were added, which no two backends share. On the CPU these few
     numbers are computed in Python, where they cost less than the calls of torch would, unless ``on_device``
@@ -144,10 +146,13 @@ def ascent_scales(
     if square_sums.device.type == "cpu" and not on_device:
         total = sum(square_sums.tolist())
         norm = math.sqrt(total) if math.isfinite(total) else math.inf
-        return torch.tensor([r / (norm + e) for r, e in zip(rho, perturb_eps, strict=True)], dtype=torch.float32)
+        pairs = zip(map(float, rho), perturb_eps, strict=True)
+        quotients = [r / (norm + e) if norm + e > 0.0 else 0.0 for r, e in pairs]
+        largest = torch.finfo(torch.float32).max
+        return torch.tensor([q if abs(q) <= largest else 0.0 for q in quotients], dtype=torch.float32)
     norms = square_sums.sum().sqrt()
-    scales = vector(rho, square_sums.device) / (norms + vector(perturb_eps, square_sums.device))
-    return torch.where(torch.isfinite(norms), scales, torch.zeros_like(scales)).to(torch.float32)
+    scales = (vector(rho, square_sums.device) / (norms + vector(perturb_eps, square_sums.device))).to(torch.float32)
+    return torch.where(torch.isfinite(norms) & torch.isfinite(scales), scales, torch.zeros_like(scales))
 
 
 def ascend(

@@ -10,7 +10,7 @@ from torch import Tensor
 from ._core.ascent import NoAscent
 from ._core.descent import Preconditioned
 from ._core.optimizer import FusedOptimizer, Params
-from ._core.options import arguments
+from ._core.options import arguments, check_group
 from .checks import check_number
 from .sassha import SASSHA
 from .variant import ADAHESSIAN, G_SASSHA, SOPHIA_H
@@ -36,11 +36,11 @@ class GSASSHA(SASSHA):
 
     def __init__(self, params: Params, *args: Any, alpha: float = 0.1, **options: Any) -> None:
         """Checks the arguments; see the class."""
-        check_number("alpha", alpha, caller=type(self).__name__)
         super().__init__(params, *args, **options)
         self.defaults["alpha"] = alpha
         for group in self.param_groups:
             group.setdefault("alpha", alpha)
+            check_group(group, ["alpha"], caller=type(self).__name__)
 
 
 class AdaHessian(FusedOptimizer):
@@ -95,6 +95,7 @@ class AdaHessian(FusedOptimizer):
             "lazy_hessian": lazy_hessian,
             "n_samples": n_samples,
             "seed": seed,
+            "spatial_averaging": spatial_averaging,
         }
         variant = replace(ADAHESSIAN, by_filter=bool(spatial_averaging))
         super().__init__(params, *arguments(name, variant, given, options, refused=_refused()))

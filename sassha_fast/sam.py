@@ -13,7 +13,7 @@ from ._core.ascent import GradientAscent
 from ._core.descent import Delegated
 from ._core.optimizer import FusedOptimizer, Params
 from ._core.options import HYPERPARAMETERS, Options
-from .checks import check_number
+from .checks import check_flag
 from .variant import Variant
 
 __all__ = ["SAM"]
@@ -71,10 +71,11 @@ class SAM(FusedOptimizer):
         **options: Any,
     ) -> None:
         """Checks the arguments; see the class."""
-        if not isinstance(base_optimizer, type) or not issubclass(base_optimizer, Optimizer):
-            raise TypeError(f"SAM: base_optimizer is {base_optimizer!r}, expected a class such as torch.optim.SGD")
         name = type(self).__name__
-        check_number("alpha", alpha, caller=name)
+        if not isinstance(base_optimizer, type) or not issubclass(base_optimizer, Optimizer):
+            raise TypeError(f"{name}: base_optimizer is {base_optimizer!r}, expected a class such as torch.optim.SGD")
+        check_flag("adaptive", adaptive, caller=name)
+        check_flag("adaptive_bias", adaptive_bias, caller=name)
         chosen = Options(
             name,
             Variant(adaptive=bool(adaptive), adaptive_bias=bool(adaptive_bias), gap=True),
@@ -84,7 +85,7 @@ class SAM(FusedOptimizer):
             grad_reduce=grad_reduce,
             reduce_grads=reduce_grads,
             perturb_sync=perturb_sync,
-            backend=backends.resolve(backend),
+            backend=backends.resolve(backend, caller=name),
             seed=seed,
         )
         theirs = base_optimizer([torch.zeros(1, requires_grad=True)], **options).defaults
@@ -103,7 +104,8 @@ class SAM(FusedOptimizer):
         """Loads a checkpoint of a SAM with the same base optimizer. Hyperparameters that SAM does not have are left."""
         missing = [g for g in state_dict["param_groups"] if "ascents" not in g]
         if missing:
-            raise ValueError("SAM.load_state_dict: a parameter group has no 'ascents'; it was not written by SAM")
+            name = self._parts.options.caller
+            raise ValueError(f"{name}.load_state_dict: a parameter group has no 'ascents'; it was not written by SAM")
         phantoms = HYPERPARAMETERS.keys() - self.defaults.keys()  # which 0.1.0 wrote, and schedulers took for real
         saved = [{key: g[key] for key in g if key not in phantoms} for g in state_dict["param_groups"]]
         self.base_optimizer.load_state_dict({**state_dict, "param_groups": saved})

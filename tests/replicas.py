@@ -101,6 +101,27 @@ def train(
     return results(net, opt)
 
 
+def nano_loop(steps: int = 6, parts: int = 2) -> dict[str, Any]:
+    """M-SASSHA in a loop that sets ``require_backward_grad_sync`` for the last micro-batch, and clips."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net(torch.float64)
+    model = DDP(net)
+    opt = MSASSHA(net.parameters(), **{**OPTIONS, "lazy_hessian": 3})
+    opt.attach(model)
+    x, y = batch(torch.float64, rank, size)
+    for _ in range(steps):
+        due = opt.hessian_due
+        for i in range(parts):
+            model.require_backward_grad_sync = i == parts - 1 and not due
+            loss = F.cross_entropy(model(x[i::parts]), y[i::parts]) / parts
+            loss.backward(create_graph=due)
+        opt.take_products()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+    return results(net, opt)
+
+
 class TwoHeads(nn.Module):
     """A network of which each process uses another head in turns."""
 
@@ -375,6 +396,7 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "momentum": lambda: train(method=MSASSHA),
     "momentum_fd": lambda: train(method=MSASSHA, hvp="finite_difference"),
     "momentum_by_hand": lambda: train("one_pass", method=MSASSHA),
+    "nano_loop": nano_loop,
     "gap": lambda: train(method=GSASSHA, alpha=0.3),
     "gap_local": lambda: train("local", method=GSASSHA, alpha=0.3),
     "gap_sync": lambda: train(method=GSASSHA, alpha=0.3, perturb_sync=True),

@@ -136,7 +136,7 @@ def test_a_refresh_whose_scale_is_unknown_is_refused():
 
 
 def test_a_scaler_without_a_closure_is_refused():
-    with pytest.raises(TypeError, match="use the three calls"):
+    with pytest.raises(TypeError, match="in a hand-written loop"):
         SASSHA(make_net().parameters()).step(scaler=GradScaler("cpu"))
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("tqdm")
 pytest.importorskip("scipy")
 from PIL import Image
 
-from examples import compare, gpt, image, pictures, presets, text
+from examples import compare, engine, gpt, image, pictures, presets, text
 from examples.networks import PICTURES, language_model
 from examples.noise import with_noise
 from examples.optimizers import BUILDERS, build_optimizer, build_schedule
@@ -186,9 +186,26 @@ def test_half_a_line_of_a_log_is_dropped(play, tmp_path):
     gpt.main(gpt_args(play, tmp_path / "whole", *options))
     shutil.copytree(tmp_path / "whole", tmp_path / "half")
     log = (tmp_path / "half" / "log.csv").read_text()
-    (tmp_path / "half" / "log.csv").write_text(log + "3,99,0.0")
-    gpt.main(gpt_args(play, tmp_path / "half", *options, "--resume"))
-    assert (tmp_path / "half" / "log.csv").read_text() == log
+    last = log.splitlines()[-1]
+    for cut in ("3,99,0.0", "3,99,1e-", last[:-1], last):  # the last lacks nothing but its end
+        (tmp_path / "half" / "log.csv").write_text(log + cut)
+        gpt.main(gpt_args(play, tmp_path / "half", *options, "--resume"))
+        assert (tmp_path / "half" / "log.csv").read_text() == log
+
+
+def test_a_log_is_replaced_as_a_whole_when_a_run_is_resumed(play, tmp_path, monkeypatch):
+    options = ("--optimizer", "sgd")
+    gpt.main(gpt_args(play, tmp_path, *options))
+    log = (tmp_path / "log.csv").read_text()
+
+    def interrupted(source, target):
+        assert Path(source).read_text() == log
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpt.main(gpt_args(play, tmp_path, *options, "--resume"))
+    assert (tmp_path / "log.csv").read_text() == log
 
 
 def test_processes_of_torchrun_train_one_network(tree, tmp_path):

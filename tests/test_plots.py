@@ -15,7 +15,7 @@ from training import closure_of, make_loss, make_net
 from sassha_fast import SASSHA, extras
 from sassha_fast.log import StatsLog, read_log
 from sassha_fast.plots import plot_curve, plot_density, plot_log, plot_surface
-from sassha_fast.sharpness import Curve, Sharpness, Surface
+from sassha_fast.sharpness import Curve, Sharpness, SpectralDensity, Surface
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 from matplotlib.figure import Figure
@@ -131,6 +131,16 @@ def test_densities_are_drawn_on_a_logarithmic_axis_with_the_largest_eigenvalue_m
     assert ax.get_legend() is None
 
 
+def test_the_eigenvalue_of_largest_magnitude_is_marked_whatever_its_sign():
+    grid, shares = torch.linspace(-4.0, 2.0, 50), torch.full((3,), 1 / 3)
+    saddle = SpectralDensity(grid, torch.ones(50), torch.tensor([-3.0, 0.5, 1.0]), shares, sigma=0.1, size=3)
+    (ax,) = plot_density({"early": saddle}).axes
+    assert set(ax.lines[1].get_xdata()) == {-3.0}
+    assert legend(ax) == ["early, λmin = -3"]
+    (ax,) = plot_density(saddle).axes
+    assert legend(ax) == ["λmin = -3"]
+
+
 def test_the_plot_of_a_log_has_three_panels_with_traces_on_refreshes_only(tmp_path):
     net = make_net()
     opt = SASSHA(net.parameters(), lr=0.02, rho=0.1, lazy_hessian=3)
@@ -140,8 +150,13 @@ def test_the_plot_of_a_log_has_three_panels_with_traces_on_refreshes_only(tmp_pa
             opt.step(closure)
         figure = log.plot(tmp_path / "run.png")
     found = read_log(tmp_path / "run.csv")
-    assert [ax.get_ylabel() for ax in figure.axes] == ["loss", "predicted gap ρ‖g‖", "Hessian trace, estimated"]
+    assert [ax.get_ylabel() for ax in figure.axes] == ["loss", "sharpness gap", "Hessian trace, estimated"]
     losses, gaps, traces = (points(ax.lines[0]) for ax in figure.axes)
+    measured = figure.axes[1].lines[1]
+    assert points(measured) == (found["step"], found["ascent_gap"])
+    assert measured.get_linestyle() == ":"
+    assert measured.get_color() == figure.axes[1].lines[0].get_color()
+    assert legend(figure.axes[1]) == ["predicted ρ‖g‖", "measured f(x + ε) − f(x)"]
     assert losses == (found["step"], found["loss"])
     assert gaps == (found["step"], found["predicted_gap"])
     assert traces == ([0, 3, 6], [found["trace"][i] for i in (0, 3, 6)])
@@ -155,7 +170,10 @@ def test_logs_of_several_runs_share_panels_and_empty_panels_are_left_out():
     sassha = {"step": [0, 1], "loss": [2.0, 1.5], "predicted_gap": [0.3, 0.2], "trace": [nan, nan]}
     top, bottom = plot_log({"AdamW": adamw, "SASSHA": sassha}).axes
     assert legend(top) == ["AdamW", "SASSHA"]
-    assert legend(bottom) == ["SASSHA"]
+    assert legend(bottom) == ["SASSHA, predicted ρ‖g‖"]
+    (measured,) = plot_log({"step": [0, 1], "loss": [nan, nan], "ascent_gap": [0.1, nan]}).axes  # of another log
+    assert legend(measured) == ["measured f(x + ε) − f(x)"]
+    assert points(measured.lines[0]) == ([0], [0.1])
     assert top.lines[1].get_color() == bottom.lines[0].get_color()
     with pytest.raises(ValueError, match="no run has a loss or a statistic"):
         plot_log({**adamw, "loss": [nan, nan]})

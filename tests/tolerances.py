@@ -66,6 +66,10 @@ PROCESSES_RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
 # depend on the processor: seen 1.02 with AVX2 and 2.7 with AVX-512.
 DIFFERENCES_FACTOR = 5
 
+# The radius over the norm and the factor of clipping are rounded to float32 for every dtype. An oracle in plain torch
+# does not, and over a dozen steps that grows.
+SCALES_TOLERANCE = {"rtol": 1e-5, "atol": 1e-8}
+
 # ---- exact products -----------------------------------------------------------------------------------------------
 
 # torch.func differentiates other formulas (composite functions instead of fused backward kernels) in float64; second

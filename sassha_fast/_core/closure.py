@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .contexts import (
     within,
 )
 from .curvature import Curvature
+from .guards import warn_of_lightning, watched_statistics
 from .params import Parameters
 from .step import Amp, Step
 
@@ -63,10 +65,8 @@ class Accumulated:
     Each runs forward and backward passes of its own part of the loss and leaves zeroing gradients to the optimizer.
     """
 
-    def __init__(self, closures: Sequence[Closure], *, caller: str) -> None:
+    def __init__(self, closures: Sequence[Closure]) -> None:
         """Takes the closures."""
-        if not closures or not all(map(callable, closures)):
-            raise TypeError(f"{caller}.step: closure is {closures!r}, expected a function or a sequence of functions")
         self.closures = closures
 
     def __call__(self, step: Step, around_last: AbstractContextManager[Any] = NOTHING) -> Tensor | float:
@@ -97,11 +97,51 @@ class Accumulated:
         return total
 
 
-def as_closure(closure: Closure | Accumulated | Sequence[Closure], *, caller: str) -> Closure | Accumulated:
-    """A function as it is, several as one."""
-    if callable(closure):
+class Checked:
+    """A function of the user's, whose loss is checked.
+
+    Attributes:
+        function: The function.
+    """
+
+    def __init__(self, function: Closure, call: str) -> None:
+        """Takes the function, and what errors call the argument."""
+        self.function, self._call = function, call
+
+    def __call__(self) -> Tensor | float:
+        """Calls it."""
+        loss = self.function()
+        is_number = loss.numel() == 1 if isinstance(loss, Tensor) else isinstance(loss, Real)
+        if is_number:
+            return loss
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _short(loss)
+        raise TypeError(
+            f"{self._call} returned {found}, expected the loss, one number: a closure takes no arguments, runs the "
+            "forward pass and loss.backward(), and ends with `return loss`"
+        )
+
+
+def as_closure(
+    closure: Closure | Accumulated | Sequence[Closure], *, caller: str, name: str = "closure"
+) -> Checked | Accumulated:
+    """A function that returns a loss, or several as one. ``name`` is what errors call the argument."""
+    if isinstance(closure, Accumulated):
         return closure
-    return Accumulated(closure, caller=caller)
+    if callable(closure):
+        return Checked(closure, f"{caller}.step: {name}")
+    if isinstance(closure, Sequence) and closure and all(map(callable, closure)):
+        return Accumulated([Checked(part, f"{caller}.step: {name}[{i}]") for i, part in enumerate(closure)])
+    raise TypeError(
+        f"{caller}.step: {name} is {_short(closure)}, expected a function without arguments that zeroes gradients, "
+        "runs the forward pass and loss.backward(), and returns the loss; or a list of functions, one for each "
+        "micro-batch, that zero nothing"
+    )
+
+
+def _short(value: object) -> str:
+    """A value in an error message: a batch, say, would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
 
 
 def _detached(loss: Tensor | float) -> Tensor | float:
@@ -133,6 +173,8 @@ def run(
     Returns:
         The loss of the first pass.
     """
+    if step.clock == 0 and step.parts.reducer.model is None and isinstance(closure, Checked):
+        warn_of_lightning(step, closure.function)
     return _guarded(step, lambda random: _in_order(step, closure, hessian_closure, random, scaler, unscale))
 
 
@@ -156,6 +198,8 @@ def _guarded(step: Step, passes: Callable[[RandomState], Tensor | float]) -> Ten
         # On a refresh also the first pass avoids what has no double backward: compiled and eager dropout, say, draw
         # different masks from one seed.
         contexts = refresh_contexts(model) if step.differentiates else []
+        if model is None and step.clock == 0:
+            contexts.append(partial(watched_statistics, step))
         return within(contexts, lambda: passes(random))
     except BaseException:
         step.is_broken = True

@@ -24,6 +24,7 @@ from ..checks import check_count, check_param, parameter_name
 from ..stats import Stats
 from .closure import Accumulated, Closure, as_closure, run, run_shadow
 from .contexts import KINKED, CreateGraph, frozen_batchnorm, refresh_context
+from .guards import SyncedGraph
 from .keys import HESSIAN_STEP
 from .options import HYPERPARAMETERS, Options, check_group
 from .params import Parameters
@@ -108,13 +109,16 @@ class FusedOptimizer(Optimizer, Joinable):
     # ---- parameters ---------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in ``torch.optim``; refuses bad hyperparameters and sparse or complex parameters."""
+        """Adds a group, as in ``torch.optim``; refuses bad hyperparameters and parameters that can't be trained."""
         name = self._parts.options.caller
         self._refuse_while_away("add_param_group", "the weights are perturbed")
-        group = dict(param_group)
+        group = dict(param_group) if isinstance(param_group, dict) else {}
+        if "params" not in group:
+            found = f"has {sorted(group)}" if isinstance(param_group, dict) else f"is a {type(param_group).__name__}"
+            raise ValueError(f"{name}: a parameter group {found}, expected a dict with 'params'")
         given = {**self.defaults, **group}
         check_group(given, [key for key in self.checked_hyperparameters if key in self.defaults], caller=name)
-        params = group.get("params", ())
+        params = group["params"]
         group["params"] = (
             [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
         )
@@ -154,6 +158,20 @@ class FusedOptimizer(Optimizer, Joinable):
             parts = self._parts
             raise RuntimeError(f"{parts.options.caller}.{caller}: {what}; call {parts.ascent.collector}() first")
 
+    def _release_step(self) -> None:
+        """After an exception: no closure runs any more, and where weights were left away, calls may bring them back."""
+        if self._step is not None:
+            self._step.driven = False
+
+    def _refuse_in_closure(self, call: str) -> None:
+        step = self._current()
+        if step is not None and step.driven:
+            name = self._parts.options.caller
+            raise RuntimeError(
+                f"{name}.{call}: it was called within a closure of {name}.step, which runs all passes of the step "
+                f"itself; leave {call}() out of the closure"
+            )
+
     @property
     def hessian_due(self) -> bool:
         """Whether the coming step refreshes the curvature. With exact products its last pass needs a graph.
@@ -188,9 +206,13 @@ class FusedOptimizer(Optimizer, Joinable):
         Args:
             zero_grad: Drop these gradients afterwards. Their memory then holds x until :meth:`unperturb`.
         """
-        name, step = self._parts.options.caller, self._current()
+        self._refuse_in_closure("perturb_weights")
+        step, options = self._current(), self._parts.options
         if step is not None and step.is_away:
-            raise RuntimeError(f"{name}.perturb_weights: the weights are perturbed already; call unperturb() first")
+            raise RuntimeError(
+                f"{options.caller}.perturb_weights: the weights are perturbed already; call "
+                f"{self._parts.ascent.collector}() first"
+            )
         Join.notify_join_context(self)
         if step is None or step.phase is not Phase.BEGUN or step.climbed:  # a new first pass ends what was left open
             step = self._begin()
@@ -205,6 +227,7 @@ class FusedOptimizer(Optimizer, Joinable):
         Args:
             scaler: The ``torch.amp.GradScaler`` that scaled the losses, whose scale the products carry too.
         """
+        self._refuse_in_closure("unperturb")
         step, options = self._current(), self._parts.options
         if step is None or not step.is_away:
             raise RuntimeError(
@@ -225,6 +248,7 @@ class FusedOptimizer(Optimizer, Joinable):
         Args:
             scaler: The ``torch.amp.GradScaler`` that scaled the loss, whose scale the products carry too.
         """
+        self._refuse_in_closure("take_products")
         step = self._current()
         if step is not None and step.phase is Phase.COLLECTED and step.climbed:
             return  # unperturb() has taken them
@@ -240,13 +264,15 @@ class FusedOptimizer(Optimizer, Joinable):
         Call it, and a backward pass after it, ``probes_due`` times between the last backward pass and
         :meth:`unperturb` (M-SASSHA: :meth:`step`), which puts the gradients of that pass back.
         """
+        self._refuse_in_closure("probe_weights")
         step = self._current()
         if step is None or not step.is_away or not step.probes_due:
-            away = step is not None and step.is_away
+            away, parts = step is not None and step.is_away, self._parts
+            needs = f"finite differences need {parts.ascent.probe_recipe}"
             raise RuntimeError(
-                f"{self._parts.options.caller}.probe_weights: no probe is due (hvp={self._parts.options.hvp!r}, "
-                f"hessian_due={self.hessian_due}, weights perturbed: {away}); call it probes_due times after "
-                "perturb_weights()"
+                f"{parts.options.caller}.probe_weights: no probe is due (hvp={parts.options.hvp!r}, "
+                f"hessian_due={self.hessian_due}, weights moved: {away}); "
+                f"{needs if parts.descent.has_curvature else 'there is no curvature to probe for'}"
             )
         step.check_probe()
         step.probe()
@@ -256,8 +282,9 @@ class FusedOptimizer(Optimizer, Joinable):
         del closure
         step = self._current()
         if step is not None and step.is_away:
+            parts = self._parts
             raise RuntimeError(
-                f"{self._parts.options.caller}.step: the weights are still perturbed; call unperturb() first"
+                f"{parts.options.caller}.step: the weights are still perturbed; call {parts.ascent.collector}() first"
             )
 
     @override
@@ -286,23 +313,47 @@ class FusedOptimizer(Optimizer, Joinable):
 
         Without a closure and without :meth:`SASSHA.perturb_weights` before it, SASSHA takes a step with ρ = 0.
         """
-        self._check_ready(closure=closure is not None)
-        name = self._parts.options.caller
-        if closure is None:
-            if hessian_closure is not None or scaler is not None:
-                raise TypeError(
-                    f"{name}.step: hessian_closure or scaler was given without closure; pass a closure too, or use "
-                    "the three calls with unperturb(scaler=scaler) and scaler.step(opt)"
-                )
+        self._refuse_in_closure("step")
+        try:
+            self._check_ready(closure=closure is not None)
+            if closure is not None:
+                return self._step_with(closure, hessian_closure, scaler)
+            self._check_plain(hessian_closure, scaler)
             self._step_from_grads()
             return None
+        except BaseException:
+            self._release_step()
+            for name in ("grad_scale", "found_inf"):  # of GradScaler.step, which takes them back only after a step
+                vars(self).pop(name, None)
+            raise
+
+    def _check_plain(self, hessian_closure: object, scaler: object) -> None:
+        """Raises if a step without a closure was given what only passes can use."""
+        if hessian_closure is not None or scaler is not None:
+            parts = self._parts
+            products = f"{parts.ascent.collector}(scaler=scaler) and " if parts.descent.has_curvature else ""
+            raise TypeError(
+                f"{parts.options.caller}.step: hessian_closure or scaler was given without closure; pass a closure "
+                f"too, or use {products}scaler.step(opt) in a hand-written loop"
+            )
+
+    def _step_with(
+        self,
+        closure: Closure | Accumulated | Sequence[Closure],
+        hessian_closure: Closure | Sequence[Closure] | None,
+        scaler: GradScaler | None,
+    ) -> Tensor | float:
+        """All passes of a step."""
+        name = self._parts.options.caller
         if hasattr(self, "found_inf"):
             raise RuntimeError(
                 f"{name}.step: GradScaler.step was given a closure, which would scale nothing in its later "
                 "passes; replace scaler.step(opt, closure) by opt.step(closure, scaler=scaler)"
             )
+        if hessian_closure is not None and not self._parts.descent.has_curvature:
+            raise TypeError(f"{name}.step: hessian_closure is for products of the Hessian, which {name} does without")
         first = as_closure(closure, caller=name)
-        other = None if hessian_closure is None else as_closure(hessian_closure, caller=name)
+        other = None if hessian_closure is None else as_closure(hessian_closure, caller=name, name="hessian_closure")
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
         Join.notify_join_context(self)
         step = self._step = Step(self.parts, driven=True)
@@ -334,7 +385,11 @@ class FusedOptimizer(Optimizer, Joinable):
             step.update(gathered)
         else:  # called by GradScaler.step
             left: Tensor | None = getattr(self, "grad_scale", None)
-            step.unscale_products(left)
+            try:
+                step.unscale_products(left)
+            except RuntimeError:  # a later call must not take products for those of the loss
+                step.roll_back()
+                raise
             step.update(gathered, Amp(left, overflow))
         self._step = None
 
@@ -366,6 +421,8 @@ class FusedOptimizer(Optimizer, Joinable):
         """Tells the refresh clock that a CUDA graph of an ordinary step was replayed, which Python can't see."""
         name = self._parts.options.caller
         check_count("steps", steps, caller=f"{name}.replayed")
+        if not self._parts.descent.has_curvature:
+            raise RuntimeError(f"{name}.replayed: {name} never refreshes a curvature, so there is no clock to tell")
         if not self._parts.options.capturable:
             raise RuntimeError(f"{name}.replayed: steps are counted on the host; construct {name} with capturable=True")
         clock = self.parts.params.clock() + steps
@@ -390,6 +447,8 @@ class FusedOptimizer(Optimizer, Joinable):
         if not isinstance(model, nn.Module):
             raise TypeError(f"{options.caller}.attach: model is {type(model).__name__}, expected a torch.nn.Module")
         self._parts.reducer.attach(model)
+        if isinstance(model, DistributedDataParallel):
+            model.register_forward_hook(SyncedGraph(options.caller))
         kinked = sorted({type(module).__name__ for module in model.modules() if isinstance(module, KINKED)})
         if kinked and not options.exact:
             warnings.warn(
@@ -439,9 +498,13 @@ class FusedOptimizer(Optimizer, Joinable):
 
     @no_grad
     def _shadow_step(self) -> None:
-        step = self._step = Step(self.parts, driven=True)
-        run_shadow(step)
-        self._step = None
+        try:
+            step = self._step = Step(self.parts, driven=True)
+            run_shadow(step)
+            self._step = None
+        except BaseException:
+            self._release_step()
+            raise
 
     @property
     def join_device(self) -> torch.device:

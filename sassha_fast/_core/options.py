@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import backends, schedules
-from ..checks import check_choice, check_count, check_number, check_positive
+from ..checks import check_choice, check_count, check_flag, check_number, check_positive
 from ..variant import Variant
 
 
@@ -56,12 +56,14 @@ class Options:
             raise ValueError(
                 f"{name}: hvp={self.hvp!r} has no hvp_point='upstream', which is about graphs; use 'perturbed'"
             )
-        backends.resolve(self.backend)
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+        backends.resolve(self.backend, caller=name)
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
             raise ValueError(f"{name}: seed is {self.seed!r}, expected an integer from 0 to 2^63 − 1")
         if self.max_grad_norm is not None:
             check_number("max_grad_norm", self.max_grad_norm, caller=name)
+        check_flag("reduce_grads", self.reduce_grads, caller=name)
         for flag in ("perturb_sync", "bias_correction", "skip_nonfinite", "stochastic_rounding", "capturable"):
+            check_flag(flag, getattr(self, flag), caller=name)
             object.__setattr__(self, flag, bool(getattr(self, flag)))
 
     @property
@@ -91,7 +93,7 @@ def _number(name: str, value: Any, caller: str) -> None:
 
 def _number_or_none(name: str, value: Any, caller: str) -> None:
     if value is not None:
-        check_number(name, value, caller=caller)
+        _number(name, value, caller)
 
 
 def _above_zero(name: str, value: Any, caller: str) -> None:
@@ -99,14 +101,23 @@ def _above_zero(name: str, value: Any, caller: str) -> None:
 
 
 def _betas(name: str, value: Any, caller: str) -> None:
-    if not isinstance(value, Sequence) or len(value) != 2:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise ValueError(f"{caller}: betas is {value!r}, expected two numbers")
     for i, beta in enumerate(value):
         check_number(f"{name}[{i}]", beta, below=1.0, caller=caller)
 
 
+def _flag(name: str, value: Any, caller: str) -> None:
+    check_flag(name, value, caller=caller)
+
+
+def _sign(name: str, value: Any, caller: str) -> None:
+    if isinstance(value, Tensor) or value not in (-1, 1):
+        raise ValueError(f"{caller}: {name} is {value!r}, expected -1 (against the momentum) or 1 (along it)")
+
+
 def _anything(name: str, value: Any, caller: str) -> None:
-    """For flags and counters."""
+    """For counters."""
 
 
 # Every hyperparameter that a group may have: its default, and what checks it.
@@ -120,16 +131,17 @@ HYPERPARAMETERS: dict[str, tuple[Any, Check]] = {
     "hessian_power": (0.5, _number),
     "hessian_floor": (0.0, _number_or_none),
     "clip_update": (None, _number_or_none),
-    "maximize": (False, _anything),
+    "maximize": (False, _flag),
     "power_step": (0, _anything),
     "rho_step": (0, _anything),
     # of some methods alone
-    "alpha": (0.0, _number_or_none),
+    "alpha": (0.0, _number),
     "clip_threshold": (1.0, _above_zero),
-    "sign": (-1, _anything),
-    "evaluating": (False, _anything),
+    "sign": (-1, _sign),
+    "evaluating": (False, _flag),
     "ascents": (0, _anything),
 }
+_CHOSEN_FLAGS = {"adaptive", "adaptive_bias", "spatial_averaging"}  # of constructors, which choose a variant by them
 _COMMON = tuple(HYPERPARAMETERS)[: tuple(HYPERPARAMETERS).index("alpha")]
 
 
@@ -169,9 +181,10 @@ def arguments(
         if name not in known or name in own:
             raise TypeError(f"{caller}: there is no further argument {name!r}; help({caller}) lists them")
     given = {**own, **(further or {})}
-    backend = backends.resolve(
-        given.pop("backend", "auto"), foreach=given.pop("foreach", None), fused=given.pop("fused", None)
-    )
+    flags = {"foreach": given.pop("foreach", None), "fused": given.pop("fused", None)}
+    backend = backends.resolve(given.pop("backend", "auto"), **flags, caller=caller)
+    for flag in _CHOSEN_FLAGS & given.keys():
+        check_flag(flag, given[flag], caller=caller)
     wide = {name: given.pop(name) for name in OPTIONS if name in given}
     defaults = {name: given.get(name, HYPERPARAMETERS[name][0]) for name in _COMMON} | dict(extra or {})
     return Options(caller, variant, backend=backend, **wide), defaults

@@ -156,7 +156,7 @@ class Parameters:
             len(self.groups),
             names,
             options.variant,
-            lambda device: backends.choose(options.backend, device),
+            lambda device: backends.choose(options.backend, device, caller=options.caller),
         )
 
     def check_overlap(self, caller: str) -> None:

@@ -37,6 +37,8 @@ def from_upstream(entry: Mapping[str, Any], group: Mapping[str, Any], lazy_hessi
         exact = 1.0 - integer_power(group["betas"][1], max(last_refresh, 0))
         known = abs(exact**power - powered) <= 1e-9 * powered
         ours[BIAS2] = exact if known else powered ** (1.0 / power)
+    elif STEP in ours:  # their language-model code: no bias corrections, and a clock that counts micro-batches
+        ours[HESSIAN_STEP], ours[BIAS2] = int(ours[STEP]), 1.0
     return ours
 
 

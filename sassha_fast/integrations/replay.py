@@ -66,15 +66,9 @@ class Replayed(Accumulated):
 
     closures: Sequence[MicroBatch]
 
-    def __init__(
-        self,
-        opt: FusedOptimizer,
-        parts: Sequence[MicroBatch],
-        grads: Grads | None,
-        products: ProductSum | None,
-    ) -> None:
+    def __init__(self, parts: Sequence[MicroBatch], grads: Grads | None, products: ProductSum | None) -> None:
         """Takes what a framework has done of the step already."""
-        super().__init__(parts, caller=type(opt).__name__)
+        super().__init__(parts)
         self.grads, self.products = grads, products
 
     @override
@@ -166,7 +160,7 @@ class Replay:
         """The closures of the step that is about to begin."""
         has_run = any(part.loss is not None for part in self.parts)
         grads = self.opt.parts.params.take_grads() if has_run else None
-        closures = Replayed(self.opt, self.parts, grads, self.products)
+        closures = Replayed(self.parts, grads, self.products)
         self.clear()
         return closures
 
