@@ -18,7 +18,7 @@ from ._core.ascent import GradientAscent
 from ._core.descent import Delegated
 from ._core.optimizer import FusedOptimizer, Params
 from ._core.options import HYPERPARAMETERS, Options
-from ._core.state import Check, Schema, check_checkpoint, elements, finite_number, step_count
+from ._core.state import Check, Schema, check_checkpoint, copied, elements, finite_number, step_count
 from .checks import as_number, check_number, refuse_saved, shown
 from .variant import Variant
 
@@ -123,7 +123,12 @@ class SAM(FusedOptimizer):
         phantoms = HYPERPARAMETERS.keys() - self.defaults.keys()  # which 0.1.0 wrote, and schedulers took for real
         saved = [{key: g[key] for key in g if key not in phantoms} for g in state_dict["param_groups"]]
         loaded = check_checkpoint({**state_dict, "param_groups": saved}, self.param_groups, 1, self._schema())
-        self.base_optimizer.load_state_dict(loaded)
+        # torch would go on with the very tensors of the checkpoint.
+        state = {
+            index: {key: copied(value) for key, value in entry.items()} for index, entry in loaded["state"].items()
+        }
+        groups = [{key: copied(value) for key, value in group.items()} for group in loaded["param_groups"]]
+        self.base_optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._take_over(self.base_optimizer.state, self.base_optimizer.param_groups)
         self._use(self.base_optimizer)
 

@@ -6,7 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from .contexts import KINKED, CreateGraph, frozen_batchnorm, refresh_context
 from .keys import HESSIAN_STEP
 from .options import HYPERPARAMETERS, Options, check_group
 from .params import Parameters
-from .state import Schema, check_checkpoint, check_structure, own_schema, placed
+from .state import Schema, check_checkpoint, check_structure, copied, own_schema, placed
 from .step import Amp, Ascent, Descent, Parts, Phase, Step
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -484,7 +484,7 @@ class FusedOptimizer(Optimizer, Joinable):
                 if key in loaded["state"]:
                     entry = loaded["state"][key]
                     state[p] = placed(entry, p, on_device=options.capturable, x_in_state=x_in_state)
-            groups.append({**{key: _copied(value) for key, value in saved.items()}, "params": group["params"]})
+            groups.append({**{key: copied(value) for key, value in saved.items()}, "params": group["params"]})
         self._take_over(state, groups)
 
     def _take_over(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
@@ -511,11 +511,6 @@ class FusedOptimizer(Optimizer, Joinable):
         if options is not None:
             self._assemble(options)
         super().__setstate__(rest)
-
-
-def _copied(value: Any) -> Any:
-    """A hyperparameter that shares nothing with a checkpoint, graphs included."""
-    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 class _Shadow(JoinHook):

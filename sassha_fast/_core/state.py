@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -297,6 +298,11 @@ def _check_entry(
 
 
 # ---- loading ------------------------------------------------------------------------------------------------------
+
+
+def copied(value: Any) -> Any:
+    """A value that shares nothing with a checkpoint, graphs included."""
+    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 def placed(
