@@ -18,6 +18,7 @@ EXCLUDED = frozenset(
         "capturable with skip_nonfinite",  # skipped refreshes are counted differently
         "differences of 16-bit channels_last",  # D of kernels and reference differ
         "parameters that change shape or dtype",  # at the same address
+        "perturb_eps 0",  # a gradient of zeros is divided by its norm
     }
 )
 
@@ -266,6 +267,8 @@ def _action(rng: Random, method: str, tensors: int, excluded: frozenset[str]) ->
 
 def _is_excluded(case: Case, excluded: frozenset[str]) -> bool:
     options, actions = case.options, case.actions
+    if "perturb_eps 0" in excluded and options.get("perturb_eps") == 0.0:
+        return True
     skips = options.get("skip_nonfinite") or any(a.how.get("key") == "skip_nonfinite" for a in actions)
     skips = skips or any(a.kind.startswith("scaled") for a in actions)
     if "capturable with skip_nonfinite" in excluded and options.get("capturable") and skips:

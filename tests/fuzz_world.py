@@ -90,7 +90,7 @@ class World:
             raise Boom
         value = self.loss(factor)
         if not value.requires_grad:
-            return value
+            return self.scaler.scale(value) if scaled else value  # without which the scaler has no scale
         bad = trouble["poison"] if trouble.get("at") == number and "poison" in trouble else None
         if bad is not None and trouble["of"] == "loss":
             value = value * bad
