@@ -95,6 +95,12 @@ class SAM(FusedOptimizer):
         )
         theirs = base_optimizer([torch.zeros(1, requires_grad=True)], **options).defaults
         own = {"rho": rho, "perturb_eps": perturb_eps, "alpha": alpha, "rho_step": 0, "ascents": 0}
+        taken = sorted(theirs.keys() & own.keys())
+        if taken:
+            raise TypeError(
+                f"SAM: {base_optimizer.__name__} has hyperparameters {taken} of its own, which SAM's would replace; "
+                "use another base optimizer, or a subclass with other names for them"
+            )
         super().__init__(params, chosen, {**theirs, **own})
         self._use(base_optimizer(self.param_groups, **options))
 
@@ -154,7 +160,7 @@ class BaseSchema:
     def __init__(self, base: Optimizer, caller: str) -> None:
         """Looks at the base optimizer, which is left as it is."""
         self._base, self._caller = base, caller
-        self._kept: dict[tuple[int, int, torch.dtype, torch.device], dict[str, Any] | None] = {}
+        self._kept: dict[tuple[int, int, torch.dtype, torch.device], dict[str, Any]] = {}
         self.writer = f"{caller} over {type(base).__name__}"
         self.required = frozenset(key for key, value in base.defaults.items() if as_number(value) is not None)
 
@@ -167,28 +173,28 @@ class BaseSchema:
             expected = _unlike(saved[key], live[key])
             if expected is not None:
                 refuse_saved(f"{key!r} of group {number}", saved[key], expected, caller=self._caller)
-        for param in live["params"][:1]:
-            try:
-                self._step(live, param)
-            except Exception:
-                return
-            try:
-                self._step(saved, param)
-            except Exception as error:
-                raise ValueError(
-                    f"{self._caller}.load_state_dict: {type(self._base).__name__} refuses the hyperparameters of group "
-                    f"{number}: {shown(error)}; the checkpoint is damaged, so load another"
-                ) from error
+        for param in live["params"]:
+            kind = (number, param.dim(), param.dtype, param.device)
+            if kind not in self._kept:
+                self._kept[kind] = self._asked(saved, live, number, param)
+
+    def _asked(self, saved: Mapping[str, Any], live: Mapping[str, Any], number: int, param: Tensor) -> dict[str, Any]:
+        """What the base optimizer keeps of such a parameter; nothing, if it can't be asked."""
+        try:
+            self._step(live, param)
+        except Exception:
+            return {}
+        try:
+            return self._step(saved, param)
+        except Exception as error:
+            raise ValueError(
+                f"{self._caller}.load_state_dict: {type(self._base).__name__} refuses the hyperparameters of group "
+                f"{number}: {shown(error)}; the checkpoint is damaged, so load another"
+            ) from error
 
     def fields(self, saved: Mapping[str, Any], number: int, param: Tensor) -> dict[str, Check]:
-        """What the base optimizer keeps of such a parameter; nothing, if it can't be asked."""
-        kind = (number, param.dim(), param.dtype, param.device)
-        if kind not in self._kept:
-            try:
-                self._kept[kind] = self._step(saved, param)
-            except Exception:
-                self._kept[kind] = None
-        kept = self._kept[kind] or {}
+        """What the state of such a parameter may hold, of a group that was checked."""
+        kept = self._kept[number, param.dim(), param.dtype, param.device]
         return {key: _check_like(key, value, dimensions=param.dim()) for key, value in kept.items()}
 
     def _step(self, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:

@@ -168,6 +168,8 @@ def _smaller(case: Case) -> Iterator[Case]:
         left = case.tensors[:i] + case.tensors[i + 1 :]  # the last one first, so that the others keep their values
         if left and {s.group for s in left} == set(range(len(case.groups))):
             yield replace(case, tensors=left)
+    if case.magnitude != 1.0:
+        yield replace(case, magnitude=1.0)
     if len(case.groups) > 1:
         yield replace(case, groups=case.groups[:1], tensors=tuple(s._replace(group=0) for s in case.tensors))
     for key in case.options:

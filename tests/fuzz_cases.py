@@ -58,6 +58,7 @@ class Case:
         groups: Hyperparameters of each group.
         tensors: The parameters.
         actions: What is done with the optimizer.
+        magnitude: Of the first values of the parameters.
         triton: Whether Triton's interpreter takes part, which is slow.
     """
 
@@ -67,6 +68,7 @@ class Case:
     groups: tuple[dict[str, Any], ...]
     tensors: tuple[Spec, ...]
     actions: tuple[Action, ...]
+    magnitude: float = 1.0
     triton: bool = False
 
     @property
@@ -86,7 +88,8 @@ class Case:
 
     def text(self) -> str:
         """For people."""
-        lines = [f"seed {self.seed}: {self.method}(" + ", ".join(f"{k}={v!r}" for k, v in self.options.items()) + ")"]
+        options = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        lines = [f"seed {self.seed}: {self.method}({options}), values of {self.magnitude:g}"]
         lines += [f"  group {g}: {group}" for g, group in enumerate(self.groups)]
         lines += [f"  tensor {i}: {s.dtype} {s.shape} {s.layout}, group {s.group}" for i, s in enumerate(self.tensors)]
         lines += [f"  action {i}: {a.kind} {a.how or ''}" for i, a in enumerate(self.actions)]
@@ -157,7 +160,7 @@ CLIMBING: dict[str, tuple[Any, ...]] = {
     "rho_scheduler": (None, schedules.Linear(5, 0.0, 0.3)),
 }
 HYPERPARAMETERS: dict[str, tuple[Any, ...]] = {
-    "lr": (0.01, 0.0, 1e-3, 0.3),
+    "lr": (0.01, 0.0, 1e-3, 0.3, torch.tensor(0.05)),
     "betas": ((0.9, 0.999), (0.0, 0.0), (0.5, 0.9), (0.99, 0.0)),
     "weight_decay": (0.0, 0.01, 2.0),
     "eps": (1e-4, 0.0, 1e-8, 1.0),
@@ -292,6 +295,7 @@ def make_case(seed: int, excluded: frozenset[str] = EXCLUDED) -> Case:
         small = sum(math.prod(s.shape) for s in tensors) < 400 and len(tensors) < 3 and len(actions) < 4
         groups = _groups(rng, method, len(used))
         triton = small and rng.random() < 0.3
-        case = Case(seed, method, _options(rng, method), groups, tensors, actions, triton)
+        magnitude = rng.choice([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1e-30, 1e4, 1e15])
+        case = Case(seed, method, _options(rng, method), groups, tensors, actions, magnitude, triton)
         if not _is_excluded(case, excluded):
             return case

@@ -21,10 +21,10 @@ class Boom(Exception):
     """Raised by closures, on purpose."""
 
 
-def _values(seed: int, i: int, spec: Spec) -> tuple[Tensor, Tensor]:
-    """A parameter's first values and the coefficients of its part of the loss, the same wherever it stands."""
-    generator = torch.Generator().manual_seed(seed * 1000 + i)
-    start = torch.randn(spec.shape, dtype=torch.float64, generator=generator)
+def _values(case: Case, i: int, spec: Spec) -> tuple[Tensor, Tensor]:
+    """A parameter's first values and the coefficients of its part of the loss."""
+    generator = torch.Generator().manual_seed(case.seed * 1000 + i)
+    start = torch.randn(spec.shape, dtype=torch.float64, generator=generator) * case.magnitude
     return start.to(getattr(torch, spec.dtype)), torch.randn(spec.shape, dtype=torch.float64, generator=generator)
 
 
@@ -45,7 +45,7 @@ class World:
         common: dict[torch.dtype, Tensor] = {}  # memory of slices
         used: dict[torch.dtype, int] = {}
         for i, spec in enumerate(case.tensors):
-            start, coefficients = _values(case.seed, i, spec)
+            start, coefficients = _values(case, i, spec)
             if spec.layout == "slice":
                 memory = common.setdefault(start.dtype, torch.zeros(40000, dtype=start.dtype))
                 first = used.get(start.dtype, 0)
@@ -63,8 +63,8 @@ class World:
         self.passes, self.trouble = 0, {}
 
     def _build(self, params: list[nn.Parameter]) -> Any:
-        case, options = self.case, dict(self.case.options)
-        groups = [dict(group, params=[]) for group in case.groups]
+        case, options = self.case, copy.deepcopy(self.case.options)
+        groups = [dict(copy.deepcopy(group), params=[]) for group in case.groups]
         for p, spec in zip(params, case.tensors, strict=True):
             groups[spec.group]["params"].append(p)
         return CLASSES[case.method](groups, backend=self.backend, **options)
@@ -115,6 +115,8 @@ class World:
     def act(self, action: Action) -> None:
         """Does it. What it raises is the event."""
         self.passes, self.trouble = 0, action.how
+        if action.kind.startswith("scaled") and len(self.absent) >= len(self.params):
+            return  # GradScaler asserts that there are gradients
         getattr(self, "do_" + action.kind.replace(" ", "_"))(**{k.replace(" ", "_"): v for k, v in action.how.items()})
 
     def do_closure(self, **how: Any) -> None:

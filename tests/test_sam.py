@@ -172,3 +172,9 @@ def test_loaded_state_does_not_share_memory_with_the_checkpoint():
     three_calls(other, problem.loss)
     for i, entry in kept["state"].items():
         assert torch.equal(saved["state"][i]["momentum_buffer"], entry["momentum_buffer"])
+
+
+@pytest.mark.parametrize(("base", "name"), [("RMSprop", "alpha"), ("ASGD", "alpha"), ("Adadelta", "rho")])
+def test_a_base_optimizer_with_a_hyperparameter_of_sams_name_is_refused(base, name):
+    with pytest.raises(TypeError, match=rf"{base} has hyperparameters \['{name}'\] of its own"):
+        SAM([nn.Parameter(torch.ones(2))], getattr(torch.optim, base), lr=0.1)
