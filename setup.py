@@ -173,7 +173,7 @@ def write_ninja(build_dir: Path, target: Path) -> Path:
         main.append(ninja.compile(csrc / "cuda" / f"{name}.cu", f"watched_{name}", f"{watched} -x c++"))
     ninja.lines += ninja.rule("program", f"$cxx {SANITIZERS} -Wl,--gc-sections -o $out $in")
     ninja.lines.append(f"build cuda_sim_watched: program {' '.join(main)}")
-    careful = f"-O1 -g {SANITIZERS}"
+    careful = f"-O1 -g1 {SANITIZERS}"
     cpu = [ninja.compile(source, f"careful_{name}", careful) for source, name in shared]
     cpu += [ninja.compile(csrc / "cpu" / f"{name}.cpp", f"careful_cpu_{name}", careful) for name in ("ops", "isa")]
     for isa, isa_flags in ISAS.items():
