@@ -10,6 +10,12 @@ SOURCES := setup.py $(NATIVE)
 SIM := build/native/_cuda_sim.so
 BENCH := build/bench.json
 DATA ?= ../shared/data
+SANITIZED := build/native/_native_sanitized.so
+# At most so many cases and seconds; another seed gives other cases.
+FUZZ_CASES ?= 20000
+FUZZ_SECONDS ?= 3600
+FUZZ_SEED ?= 0
+FUZZ := --seed $(FUZZ_SEED) --cases $(FUZZ_CASES)
 FORMATTED := $(NATIVE) $(wildcard bench/*.cpp tests/*.cpp)
 
 # One architecture keeps development quick; `make wheel` and setup.py by themselves build for all.
@@ -18,7 +24,7 @@ $(INSTALLED) $(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
 
 .DEFAULT_GOAL := help
 .PHONY: help build sim test test-large mutants prove-gpu prove-triton demo label-noise compare bench report backends scale
-.PHONY: docs lint format wheel clean
+.PHONY: docs lint format wheel clean fuzz fuzz-sanitized
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,6 +52,17 @@ test: $(BUILT) $(SIM) ## run the tests
 
 test-large: $(BUILT) $(SIM) ## run the tests that need 14 GB of memory
 	$(BIN)/python -m pytest tests -m slow
+
+fuzz: $(BUILT) $(SIM) ## random runs on all backends and damaged checkpoints, an hour; FUZZ_CASES, FUZZ_SECONDS, FUZZ_SEED
+	$(BIN)/python tests/fuzz_checkpoints.py $(FUZZ) --seconds $$(( $(FUZZ_SECONDS) / 5 ))
+	$(BIN)/python tests/fuzz.py $(FUZZ) --seconds $$(( $(FUZZ_SECONDS) * 4 / 5 ))
+
+$(SANITIZED): $(BUILT)
+	$(BIN)/ninja -C build/native $(notdir $@)
+	touch $@
+
+fuzz-sanitized: $(SANITIZED) $(SIM) ## random runs of the CPU kernels under AddressSanitizer and UBSan, ten minutes
+	$(BIN)/python tests/fuzz_sanitized.py $(SANITIZED) $(FUZZ)
 
 mutants: $(BUILT) $(SIM) ## break the CUDA kernels in many ways and see that the tests notice each
 	$(BIN)/python tests/mutants.py

@@ -147,7 +147,9 @@ class Ninja:
 
 
 def write_ninja(build_dir: Path, target: Path) -> Path:
-    """Writes build.ninja for the library, the default, and for the simulator: a library and a program."""
+    """Writes build.ninja for the library, the default, and for tests: the simulator, as a library and a program, and
+    the library's CPU half under sanitizers.
+    """
     ninja, csrc = Ninja(), ROOT / "csrc"
     shared = [(csrc / f"{name}.cpp", name) for name in ("ops", "bind")]
     objects = [ninja.compile(source, name) for source, name in shared]
@@ -171,6 +173,14 @@ def write_ninja(build_dir: Path, target: Path) -> Path:
         main.append(ninja.compile(csrc / "cuda" / f"{name}.cu", f"watched_{name}", f"{watched} -x c++"))
     ninja.lines += ninja.rule("program", f"$cxx {SANITIZERS} -Wl,--gc-sections -o $out $in")
     ninja.lines.append(f"build cuda_sim_watched: program {' '.join(main)}")
+    careful = f"-O1 -g1 {SANITIZERS}"
+    cpu = [ninja.compile(source, f"careful_{name}", careful) for source, name in shared]
+    cpu += [ninja.compile(csrc / "cpu" / f"{name}.cpp", f"careful_cpu_{name}", careful) for name in ("ops", "isa")]
+    for isa, isa_flags in ISAS.items():
+        more = f"{careful} -DSASSHA_ISA={isa} {' '.join(isa_flags)}"
+        cpu += [ninja.compile(csrc / "cpu" / f"{name}.cpp", f"careful_{name}_{isa}", more) for name in KERNELS]
+    ninja.lines += ninja.rule("careful_link", f"$cxx -shared {SANITIZERS} -o $out $in $libs")
+    ninja.link(Path("_native_sanitized.so"), cpu, rule="careful_link")
     text = "\n".join([*ninja.lines, f"default {ninja.quote(target)}"]) + "\n"
     build_dir.mkdir(parents=True, exist_ok=True)
     path = build_dir / "build.ninja"

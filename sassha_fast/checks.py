@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 __all__ = [
+    "as_number",
     "check_choice",
     "check_count",
     "check_flag",
@@ -19,8 +20,14 @@ __all__ = [
     "check_overlap",
     "check_param",
     "check_positive",
+    "is_step_count",
     "parameter_name",
+    "refuse_saved",
+    "shown",
 ]
+
+MOST_SHOWN = 80  # characters of a value in an error
+MOST_STEPS = 2**31  # what counts on a device can hold, and more than anybody takes
 
 
 def parameter_name(group: int, index: int, given: str | None) -> str:
@@ -28,27 +35,60 @@ def parameter_name(group: int, index: int, given: str | None) -> str:
     return f"parameter {index} of group {group}" if given is None else repr(given)
 
 
-def _as_float(value: Any) -> float:
-    """A number or a tensor of one; NaN, which no check lets pass, for anything else, also if it can be converted."""
+def shown(value: Any) -> str:
+    """How errors show a value that may be anything, and of any size."""
+    if isinstance(value, Tensor) and (value.is_nested or value.numel() != 1 or value.is_meta):
+        shape = "" if value.is_nested else f" and shape {tuple(value.shape)}"
+        return f"a tensor of {value.dtype}{shape} on {value.device}"
+    try:
+        text = repr(value)
+    except Exception:  # integers of thousands of digits have no text
+        text = f"of type {type(value).__name__}"
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
+def as_number(value: Any) -> float | None:
+    """A real number, or a tensor of one, as a float; None for anything else, flags and text included."""
     if isinstance(value, Tensor):
-        is_number = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
-    else:
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return float(value) if is_number else math.nan
+        if value.is_nested or value.layout != torch.strided or value.is_meta or value.numel() != 1:
+            return None
+        if value.is_complex() or value.dtype == torch.bool:
+            return None
+    elif isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond all floats
+        return None
+
+
+def is_step_count(value: Any) -> bool:
+    """Whether it may be the number of steps that somebody has taken."""
+    number = as_number(value)
+    return number is not None and 0 <= number < MOST_STEPS and number == int(number)
+
+
+def refuse_saved(what: str, value: Any, expected: str, *, caller: str) -> NoReturn:
+    """Raises ValueError for a value in a checkpoint."""
+    raise ValueError(
+        f"{caller}.load_state_dict: {what} is {shown(value)}, expected {expected}; the checkpoint is damaged or not of "
+        "this model and optimizer, so load another"
+    )
 
 
 def check_number(name: str, value: Any, below: float = math.inf, *, caller: str) -> None:
     """Raises ValueError unless ``value`` is a number that is finite, not negative and less than ``below``."""
-    number = _as_float(value)
-    if not 0.0 <= number < below or not math.isfinite(number):
+    number = as_number(value)
+    if number is None or not 0.0 <= number < below or not math.isfinite(number):
         limit = "" if below == math.inf else f" below {below:g}"
-        raise ValueError(f"{caller}: {name} is {value!r}, expected a finite number from 0{limit}")
+        raise ValueError(f"{caller}: {name} is {shown(value)}, expected a finite number from 0{limit}")
 
 
 def check_positive(name: str, value: Any, *, caller: str) -> None:
     """Raises ValueError unless ``value`` is a number that is finite and above 0."""
-    if not 0.0 < _as_float(value) < math.inf:
-        raise ValueError(f"{caller}: {name} is {value!r}, expected a finite number above 0")
+    number = as_number(value)
+    if number is None or not 0.0 < number < math.inf:
+        raise ValueError(f"{caller}: {name} is {shown(value)}, expected a finite number above 0")
 
 
 def check_flag(name: str, value: Any, *, caller: str) -> None:

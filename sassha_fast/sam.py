@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -13,7 +18,8 @@ from ._core.ascent import GradientAscent
 from ._core.descent import Delegated
 from ._core.optimizer import FusedOptimizer, Params
 from ._core.options import HYPERPARAMETERS, Options
-from .checks import check_flag
+from ._core.state import Check, Schema, check_checkpoint, copied, elements, finite_number, step_count
+from .checks import as_number, check_flag, refuse_saved, shown
 from .variant import Variant
 
 __all__ = ["SAM"]
@@ -90,6 +96,12 @@ class SAM(FusedOptimizer):
         )
         theirs = base_optimizer([torch.zeros(1, requires_grad=True)], **options).defaults
         own = {"rho": rho, "perturb_eps": perturb_eps, "alpha": alpha, "rho_step": 0, "ascents": 0}
+        taken = sorted(theirs.keys() & own.keys())
+        if taken:
+            raise TypeError(
+                f"SAM: {base_optimizer.__name__} has hyperparameters {taken} of its own, which SAM's would replace; "
+                "use another base optimizer, or a subclass with other names for them"
+            )
         super().__init__(params, chosen, {**theirs, **own})
         self._use(base_optimizer(self.param_groups, **options))
 
@@ -100,15 +112,30 @@ class SAM(FusedOptimizer):
         self.param_groups, self.state = base.param_groups, base.state
 
     @override
+    def _schema(self) -> Schema:
+        name, base = self._parts.options.caller, BaseSchema(self.base_optimizer, self._parts.options.caller)
+        return Schema(
+            name,
+            base.writer,
+            required=base.required | {"rho", "ascents"},
+            hyperparameters=self.checked_hyperparameters,
+            fields=base.fields,
+            check_group=base.check_group,
+            closed=False,
+        )
+
+    @override
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of a SAM with the same base optimizer. Hyperparameters that SAM does not have are left."""
-        missing = [g for g in state_dict["param_groups"] if "ascents" not in g]
-        if missing:
-            name = self._parts.options.caller
-            raise ValueError(f"{name}.load_state_dict: a parameter group has no 'ascents'; it was not written by SAM")
         phantoms = HYPERPARAMETERS.keys() - self.defaults.keys()  # which 0.1.0 wrote, and schedulers took for real
         saved = [{key: g[key] for key in g if key not in phantoms} for g in state_dict["param_groups"]]
-        self.base_optimizer.load_state_dict({**state_dict, "param_groups": saved})
+        loaded = check_checkpoint({**state_dict, "param_groups": saved}, self.param_groups, 1, self._schema())
+        # torch would go on with the very tensors of the checkpoint.
+        state = {
+            index: {key: copied(value) for key, value in entry.items()} for index, entry in loaded["state"].items()
+        }
+        groups = [{key: copied(value) for key, value in group.items()} for group in loaded["param_groups"]]
+        self.base_optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._take_over(self.base_optimizer.state, self.base_optimizer.param_groups)
         self._use(self.base_optimizer)
 
@@ -121,3 +148,92 @@ class SAM(FusedOptimizer):
         super().__setstate__(state)
         if "base_optimizer" in state:
             self._use(state["base_optimizer"])
+
+
+class BaseSchema:
+    """What a checkpoint holds for the base optimizer. It is asked by taking a step with a small parameter.
+
+    Attributes:
+        writer: Who writes such checkpoints.
+        required: Its hyperparameters that are numbers. Flags are added from one release of torch to the next.
+    """
+
+    def __init__(self, base: Optimizer, caller: str) -> None:
+        """Looks at the base optimizer, which is left as it is."""
+        self._base, self._caller = base, caller
+        self._kept: dict[tuple[int, int, torch.dtype, torch.device], dict[str, Any]] = {}
+        self.writer = f"{caller} over {type(base).__name__}"
+        self.required = frozenset(key for key, value in base.defaults.items() if as_number(value) is not None)
+
+    def check_group(self, saved: Mapping[str, Any], live: Mapping[str, Any], number: int) -> None:
+        """Raises ValueError unless the base optimizer can take steps with a saved group.
+
+        Nothing is said of a base optimizer that can't even take a step with the live group here.
+        """
+        for key in self._base.defaults:
+            expected = _unlike(saved[key], live[key])
+            if expected is not None:
+                refuse_saved(f"{key!r} of group {number}", saved[key], expected, caller=self._caller)
+        for param in live["params"]:
+            kind = (number, param.dim(), param.dtype, param.device)
+            if kind not in self._kept:
+                self._kept[kind] = self._asked(saved, live, number, param)
+
+    def _asked(self, saved: Mapping[str, Any], live: Mapping[str, Any], number: int, param: Tensor) -> dict[str, Any]:
+        """What the base optimizer keeps of such a parameter; nothing, if it can't be asked."""
+        try:
+            self._step(live, param)
+        except Exception:
+            return {}
+        try:
+            return self._step(saved, param)
+        except Exception as error:
+            raise ValueError(
+                f"{self._caller}.load_state_dict: {type(self._base).__name__} refuses the hyperparameters of group "
+                f"{number}: {shown(error)}; the checkpoint is damaged, so load another"
+            ) from error
+
+    def fields(self, saved: Mapping[str, Any], number: int, param: Tensor) -> dict[str, Check]:
+        """What the state of such a parameter may hold, of a group that was checked."""
+        kept = self._kept[number, param.dim(), param.dtype, param.device]
+        return {key: _check_like(key, value, dimensions=param.dim()) for key, value in kept.items()}
+
+    def _step(self, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+        """The state that the base optimizer makes for a parameter of two elements along every dimension."""
+        small = torch.zeros([2] * param.dim(), dtype=param.dtype, device=param.device, requires_grad=True)
+        small.grad = torch.zeros_like(small)
+        given = {key: group[key] for key in self._base.defaults}
+        known = inspect.signature(type(self._base)).parameters
+        named = {key: value for key, value in given.items() if key in known}
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            base = type(self._base)([small], **named)
+            base.param_groups[0].update(given)
+            base.step()
+        return dict(base.state[small])
+
+
+def _unlike(saved: Any, live: Any) -> str | None:
+    """What was expected of a saved hyperparameter, None if it is good: the kind of the live one, and finite."""
+    if isinstance(live, (tuple, list)):
+        if not isinstance(saved, (tuple, list)) or len(saved) != len(live):
+            return f"{len(live)} values"
+        return next((found for pair in zip(saved, live, strict=True) if (found := _unlike(*pair))), None)
+    number = as_number(saved)
+    if as_number(live) is not None:
+        return None if number is not None and math.isfinite(number) else "a finite number"
+    if isinstance(live, bool) or live is None:  # None is a flag left open, or a number that is not set
+        is_number = live is None and number is not None and math.isfinite(number)
+        return None if saved is None or isinstance(saved, bool) or is_number else "True, False or None"
+    return None if isinstance(saved, type(live)) else f"a {type(live).__name__}"
+
+
+def _check_like(key: str, kept: Any, *, dimensions: int) -> Check:
+    """What a value of the base optimizer's state may be, given one that it has made itself."""
+    if key == "step":
+        return step_count
+    if isinstance(kept, Tensor) and kept.is_floating_point() and tuple(kept.shape) == (2,) * dimensions:
+        return lambda value, param: elements(value, param, param.dtype)
+    if as_number(kept) is not None:
+        return finite_number
+    return lambda value, param: None if isinstance(value, type(kept)) else f"a {type(kept).__name__}"

@@ -161,3 +161,20 @@ def test_a_checkpoint_of_another_optimizer_is_refused():
     plain = SGD(problem.net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="it was not written by SAM"):
         opt.load_state_dict(plain.state_dict())
+
+
+def test_loaded_state_does_not_share_memory_with_the_checkpoint():
+    _, opt = trained("SGD", 1)
+    saved = copy.deepcopy(opt.state_dict())
+    kept = copy.deepcopy(saved)
+    problem, other = trained("SGD", 0)
+    other.load_state_dict(saved)
+    three_calls(other, problem.loss)
+    for i, entry in kept["state"].items():
+        assert torch.equal(saved["state"][i]["momentum_buffer"], entry["momentum_buffer"])
+
+
+@pytest.mark.parametrize(("base", "name"), [("RMSprop", "alpha"), ("ASGD", "alpha"), ("Adadelta", "rho")])
+def test_a_base_optimizer_with_a_hyperparameter_of_sams_name_is_refused(base, name):
+    with pytest.raises(TypeError, match=rf"{base} has hyperparameters \['{name}'\] of its own"):
+        SAM([nn.Parameter(torch.ones(2))], getattr(torch.optim, base), lr=0.1)

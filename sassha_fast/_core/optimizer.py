@@ -6,7 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from .guards import SyncedGraph
 from .keys import HESSIAN_STEP
 from .options import HYPERPARAMETERS, Options, check_group
 from .params import Parameters
-from .state import check_checkpoint, check_is_checkpoint, placed
+from .state import Schema, check_checkpoint, check_structure, copied, own_schema, placed
 from .step import Amp, Ascent, Descent, Parts, Phase, Step
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -541,18 +541,19 @@ class FusedOptimizer(Optimizer, Joinable):
         for adapt in self._optimizer_load_state_dict_pre_hooks.values():
             adapted = adapt(self, given)
             given = given if adapted is None else adapted
-        check_is_checkpoint(given, caller=self._parts.options.caller)
-        self._load(given)
+        self._load(check_structure(given, self.param_groups, caller=self._parts.options.caller))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
+    def _schema(self) -> Schema:
+        """What checkpoints of this optimizer hold."""
+        return own_schema(self._parts.options.variant, caller=self._parts.options.caller)
+
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what is in a checkpoint."""
+        """Takes over what is in a checkpoint, whose structure is known to be good."""
         options = self._parts.options
         x_in_state = options.variant.x_in_state
-        loaded = check_checkpoint(
-            state_dict, self.param_groups, options.lazy_hessian, x_in_state=x_in_state, caller=options.caller
-        )
+        loaded = check_checkpoint(state_dict, self.param_groups, options.lazy_hessian, self._schema())
         state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         groups = []
         for saved, group in zip(loaded["param_groups"], self.param_groups, strict=True):
@@ -560,7 +561,7 @@ class FusedOptimizer(Optimizer, Joinable):
                 if key in loaded["state"]:
                     entry = loaded["state"][key]
                     state[p] = placed(entry, p, on_device=options.capturable, x_in_state=x_in_state)
-            groups.append({**deepcopy(saved), "params": group["params"]})
+            groups.append({**{key: copied(value) for key, value in saved.items()}, "params": group["params"]})
         self._take_over(state, groups)
 
     def _take_over(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
