@@ -223,10 +223,8 @@ def test_what_is_ambiguous_is_refused_and_leaves_the_weights(two):
 # ---- shards -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [SASSHA, GSASSHA, MSASSHA])
-def test_ddp_of_one_process_equals_no_ddp(method):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+def with_and_without_ddp():
+    for method in (SASSHA, GSASSHA, MSASSHA):
         nets = [make_net(), make_net()]
         for net, model in zip(nets, (nets[0], torch.nn.parallel.DistributedDataParallel(nets[1])), strict=True):
             opt = method(net.parameters(), lr=0.03, rho=0.05, lazy_hessian=2)
@@ -242,8 +240,10 @@ def test_ddp_of_one_process_equals_no_ddp(method):
             for _ in range(5):
                 opt.step(closure)
         assert_same_bits(list(nets[1].parameters()), list(nets[0].parameters()))
-    finally:
-        torch.distributed.destroy_process_group()
+
+
+def test_ddp_of_one_process_equals_no_ddp():
+    processes.start(1, with_and_without_ddp)
 
 
 def test_shards_equal_one_process_and_ddp(several):

@@ -22,7 +22,7 @@ def ranks(tmp_path_factory):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ran = subprocess.run(
         [*command, str(HERE / "trainers.py"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},  # ours has the examples
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
