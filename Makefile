@@ -10,6 +10,7 @@ SOURCES := setup.py $(NATIVE)
 SIM := build/native/_cuda_sim.so
 BENCH := build/bench.json
 DATA ?= ../shared/data
+WORKERS ?= 2
 FORMATTED := $(NATIVE) $(wildcard bench/*.cpp tests/*.cpp)
 
 # One architecture keeps development quick; `make wheel` and setup.py by themselves build for all.
@@ -17,8 +18,8 @@ SASSHA_CUDA_ARCHS ?= 80
 $(INSTALLED) $(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
 
 .DEFAULT_GOAL := help
-.PHONY: help build sim test test-large mutants prove-gpu prove-triton demo label-noise compare bench report backends scale
-.PHONY: docs lint format wheel clean
+.PHONY: help build sim test test-product test-large mutants prove-gpu prove-triton demo label-noise compare bench
+.PHONY: report backends scale docs lint format wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,8 +42,15 @@ $(SIM): $(BUILT) $(wildcard tests/*.cpp)
 
 sim: $(SIM) ## build the CUDA kernels for the CPU, on which the tests run them
 
-test: $(BUILT) $(SIM) ## run the tests
-	$(BIN)/python -m pytest tests
+# Whole files go to the workers: what the processes of a test file found is shared by its tests and costs most of their
+# time. Every worker has one thread, and the longest files begin (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest tests --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: $(BUILT) $(SIM) ## run the tests of the library, under ten minutes on two cores
+	$(PYTEST) -m 'not slow and not product'
+
+test-product: $(BUILT) $(SIM) ## run the tests of wheel, site, report, benchmarks and examples
+	$(PYTEST) -m 'product and not slow'
 
 test-large: $(BUILT) $(SIM) ## run the tests that need 14 GB of memory
 	$(BIN)/python -m pytest tests -m slow

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tolerances import PATIENCE
 from training import assert_same_bits, assert_same_state
 
 for package in ("lightning", "transformers", "accelerate"):
@@ -26,7 +27,7 @@ def ranks(tmp_path_factory):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert ran.returncode == 0, ran.stdout
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
