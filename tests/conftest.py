@@ -31,7 +31,14 @@ ON_ANY_DEVICE = {
 
 
 # Files that take longest, in this order. Workers of pytest-xdist take files as they come, so these come first.
-LONGEST = ("test_distributed", "test_step", "test_family", "test_cuda")
+LONGEST = (
+    "test_distributed",
+    "test_interrupts",
+    "test_step",
+    "test_cuda",
+    "test_family",
+    "test_distributed_checkpoint",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

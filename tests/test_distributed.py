@@ -1,9 +1,13 @@
 """Several processes on gloo: equal replicas, equal to one process, and no byte too many."""
 
+import re
+from pathlib import Path
+
 import processes
 import pytest
 import replicas
 import torch
+from pages import ROOT
 from tolerances import DIFFERENCES_FACTOR, PROCESSES_RTOL
 from training import assert_same_bits, assert_same_state, closure_of, make_batch, make_net
 
@@ -55,6 +59,21 @@ def assert_close(found, expected, dtype=torch.float64):
 def assert_same_run(found, expected):
     assert_same_bits(found["params"], expected["params"])
     assert_same_state(found["state"], expected["state"])
+
+
+def test_whoever_joins_a_group_ends_by_stop():
+    """A process that returns instead may abort at its exit, seldom, and more often where the machine is busy."""
+    joining = {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for folder in ("bench", "docs", "examples", "tests")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in (".py", ".md") and path != Path(__file__)
+    }
+    joining = {name: text for name, text in joining.items() if "init_process_group(" in text}
+    assert joining.keys() == {"examples/launch.py", "tests/processes.py", "tests/trainers.py"}
+    assert [
+        name for name, text in joining.items() if not re.search(r"^(    stop\(\)|def stop\(\).*)$", text, re.M)
+    ] == []
 
 
 def test_replicas_are_equal_to_the_last_bit(several):

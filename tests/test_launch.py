@@ -32,21 +32,6 @@ def torchrun(example, *arguments, restarts=0, wait=True):
     return output
 
 
-def test_whoever_joins_a_group_ends_by_stop():
-    """A process that returns instead may abort at its exit, seldom, and more often where the machine is busy."""
-    joining = {
-        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-        for folder in ("bench", "docs", "examples", "tests")
-        for path in (ROOT / folder).rglob("*.*")
-        if path.suffix in (".py", ".md") and path != Path(__file__)
-    }
-    joining = {name: text for name, text in joining.items() if "init_process_group(" in text}
-    assert joining.keys() == {"examples/launch.py", "tests/processes.py", "tests/trainers.py"}
-    assert [
-        name for name, text in joining.items() if not re.search(r"^(    stop\(\)|def stop\(\).*)$", text, re.M)
-    ] == []
-
-
 def losses(output):
     return [float(value) for value in re.findall(r"train loss ([\d.]+)", output)]
 
