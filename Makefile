@@ -16,6 +16,7 @@ FUZZ_CASES ?= 20000
 FUZZ_SECONDS ?= 3600
 FUZZ_SEED ?= 0
 FUZZ := --seed $(FUZZ_SEED) --cases $(FUZZ_CASES)
+WORKERS ?= 2
 FORMATTED := $(NATIVE) $(wildcard bench/*.cpp tests/*.cpp)
 
 # One architecture keeps development quick; `make wheel` and setup.py by themselves build for all.
@@ -23,8 +24,8 @@ SASSHA_CUDA_ARCHS ?= 80
 $(INSTALLED) $(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
 
 .DEFAULT_GOAL := help
-.PHONY: help build sim test test-large mutants prove-gpu prove-triton demo label-noise compare bench report backends scale
-.PHONY: docs lint format wheel clean fuzz fuzz-sanitized
+.PHONY: help build sim test test-product test-large mutants prove-gpu prove-triton demo label-noise compare bench
+.PHONY: report backends scale docs lint format wheel clean fuzz fuzz-sanitized
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -47,8 +48,15 @@ $(SIM): $(BUILT) $(wildcard tests/*.cpp)
 
 sim: $(SIM) ## build the CUDA kernels for the CPU, on which the tests run them
 
-test: $(BUILT) $(SIM) ## run the tests
-	$(BIN)/python -m pytest tests
+# Whole files go to the workers: what the processes of a test file found is shared by its tests and costs most of their
+# time. Every worker has one thread, and the longest files begin (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest tests --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: $(BUILT) $(SIM) ## run the tests of the library, under ten minutes on two cores
+	$(PYTEST) -m 'not slow and not product'
+
+test-product: $(BUILT) $(SIM) ## run the tests of wheel, site, report, benchmarks and examples
+	$(PYTEST) -m 'product and not slow'
 
 test-large: $(BUILT) $(SIM) ## run the tests that need 14 GB of memory
 	$(BIN)/python -m pytest tests -m slow

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from examples.gpt2_rule import BATCH, OPTIMIZERS, arguments, build_model, sequences
+from examples.launch import stop
 from sassha_fast import MSASSHA
 
 
@@ -66,3 +67,4 @@ def main(given: list[str] | None = None) -> float:
 
 if __name__ == "__main__":
     print(f"validation loss {main():.4f}")
+    stop()

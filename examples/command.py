@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from examples import launch
@@ -109,6 +108,4 @@ def execute(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], Ru
     if run.first:
         draw_run(rows, args.out / "curves.png", TITLES[args.optimizer])
         print(f"log, checkpoint and curves.png are in {args.out}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return rows

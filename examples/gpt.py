@@ -17,6 +17,7 @@ import torch
 from examples import presets, text
 from examples.command import assemble, chosen, execute, parser
 from examples.engine import Run
+from examples.launch import stop
 from examples.networks import LANGUAGE, language_model
 
 
@@ -49,3 +50,4 @@ def main(given: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    stop()

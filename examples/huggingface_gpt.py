@@ -11,6 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from examples.gpt2_rule import BATCH, OPTIMIZERS, arguments, build_model, sequences
+from examples.launch import stop
 from sassha_fast.integrations.huggingface import SasshaTrainer
 
 
@@ -47,3 +48,4 @@ def main(given: list[str] | None = None) -> float:
 
 if __name__ == "__main__":
     print(f"validation loss {main():.4f}")
+    stop()

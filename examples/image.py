@@ -21,6 +21,7 @@ from torch import Tensor
 from examples import pictures, presets
 from examples.command import assemble, chosen, execute, parser
 from examples.engine import Batch, Data, Run
+from examples.launch import stop
 from examples.networks import PICTURES
 from examples.noise import with_noise
 from examples.pictures import Decoded, Listed, Split
@@ -96,3 +97,4 @@ def main(given: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    stop()

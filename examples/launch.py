@@ -29,12 +29,14 @@ def start() -> torch.device:
 
 
 def stop() -> None:
-    """Leaves the other processes, as the last thing that a program does.
+    """Leaves the other processes, as the last thing that a program does. A program that is alone goes on.
 
-    A mesh keeps gloo's threads beyond their group, and one that lets go of a tensor while the interpreter shuts down
-    aborts the process (seen with torch 2.13). So with gloo the process ends here, without that.
+    A mesh or a wrapped model keeps gloo's threads beyond their group, and one that lets go of a tensor while the
+    interpreter shuts down aborts the process (seen with torch 2.13). So with gloo the process ends here, without that.
     """
-    gloo = dist.get_backend() == "gloo"
+    if not dist.is_initialized():
+        return
+    gloo = "gloo" in dist.get_backend()
     dist.destroy_process_group()
     if gloo:
         sys.stdout.flush()

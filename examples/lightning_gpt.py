@@ -21,6 +21,7 @@ from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 
 from examples.gpt2_rule import BATCH, OPTIMIZERS, arguments, build_model, sequences
+from examples.launch import stop
 from sassha_fast.integrations.lightning import SasshaCallback
 
 
@@ -101,3 +102,4 @@ def main(given: list[str] | None = None) -> float:
 
 if __name__ == "__main__":
     print(f"validation loss {main():.4f}")
+    stop()

@@ -30,6 +30,17 @@ ON_ANY_DEVICE = {
 }
 
 
+# Files that take longest, in this order. Workers of pytest-xdist take files as they come, so these come first.
+LONGEST = (
+    "test_distributed",
+    "test_interrupts",
+    "test_step",
+    "test_cuda",
+    "test_family",
+    "test_distributed_checkpoint",
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     with suppress(ValueError):  # the benchmarks have the same option
         parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the kernels under test run")
@@ -46,6 +57,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     if config.getoption("--device") == "cpu":
         return
     for item in items:

@@ -114,6 +114,7 @@ def test_a_resumed_loop_equals_the_uninterrupted_one_bit_for_bit(method, tmp_pat
     assert_same_state(state_of(second.sassha), state)
 
 
+@pytest.mark.product
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 @pytest.mark.filterwarnings("ignore:The number of training batches")

@@ -8,7 +8,7 @@ import test_gap
 import test_x_in_state
 import torch
 from cases import (
-    CASES,
+    BY_NAME,
     Case,
     Spec,
     assert_same_bits,
@@ -25,6 +25,7 @@ from test_perturb import SCALES, expected_case, perturb_by
 from test_probe import DRAW, SEED, expected_probe, expected_signs
 from test_step import MODES, assert_stepped, cohorts_of, scalars_for, step_by
 from test_step import expected_case as expected_step
+from tolerances import PATIENCE
 from training import assert_same_bits as assert_same_lists
 from training import assert_same_state, make_loss, make_net, snapshot, state_of, three_calls
 
@@ -37,7 +38,6 @@ from sassha_fast._passes.upload import KEPT, Mirrors
 from sassha_fast.variant import Sample
 
 pytestmark = pytest.mark.usefixtures("native_ops")
-BY_NAME = {case.name: case for case in CASES}
 # One vector width each, and every way that a list can go wrong.
 SHUFFLED = [
     (BY_NAME["sizes"], torch.float32),
@@ -45,7 +45,7 @@ SHUFFLED = [
     (BY_NAME["chunks"], torch.bfloat16),
     (BY_NAME["misaligned"], torch.float32),
     (BY_NAME["misaligned"], torch.float16),
-    (BY_NAME["empty_last"], torch.float32),
+    (BY_NAME["empties"], torch.float32),
     (BY_NAME["mixed_dtypes"], torch.float32),
 ]
 
@@ -418,7 +418,7 @@ def test_mirrors_hold_what_they_were_asked_for_and_frozen_ones_keep_it():
 
 
 def test_scalars_that_are_tensors_reach_the_table():
-    _, passes = passes_of(BY_NAME["empty_last"])
+    _, passes = passes_of(BY_NAME["empties"])
     rows = [StepScalars(*map(float, range(k, k + len(StepScalars._fields)))) for k in (0, 20)]
     mixed = [row._replace(grad_scale=torch.tensor(float(7 + i))) for i, row in enumerate(rows)]
     expected = torch.tensor([row._replace(grad_scale=7.0 + i) for i, row in enumerate(rows)], dtype=torch.float64)
@@ -428,6 +428,6 @@ def test_scalars_that_are_tensors_reach_the_table():
 
 
 def test_sanitizers_find_nothing():
-    done = subprocess.run([LIBRARY.with_name("cuda_sim_watched")], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([LIBRARY.with_name("cuda_sim_watched")], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "9 lists, 670 launches\n"

@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from pages import DOCS, PAGES, ROOT, blocks
@@ -86,15 +87,10 @@ def run_page(page: Path, folder: Path) -> None:
                 raise AssertionError(f"{page.name}, line {line[-1]}: {type(error).__name__}: {error}") from error
 
 
-def run_as_one_of(rank: int, size: int, page: Path, folder: Path) -> None:
+def run_as_one_of(page: Path, folder: Path) -> None:
     """A process of a page about several."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
-    try:
-        torch.manual_seed(0)
-        run_page(page, folder)
-    finally:
-        dist.destroy_process_group()
+    torch.manual_seed(0)
+    run_page(page, folder)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
@@ -103,9 +99,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     if asked is None:
         run_page(page, tmp_path)
     else:
-        size = int(asked[1])
-        arguments = (size, page, tmp_path)
-        torch.multiprocessing.start_processes(run_as_one_of, arguments, nprocs=size, start_method="spawn")
+        processes.start(int(asked[1]), run_as_one_of, page, tmp_path)
 
 
 def test_blocks_that_are_not_run_are_few_and_say_why():

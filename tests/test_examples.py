@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tolerances import PATIENCE
 
 pytest.importorskip("PIL")
 pytest.importorskip("matplotlib")
@@ -27,6 +28,7 @@ from examples.noise import with_noise
 from examples.optimizers import BUILDERS, build_optimizer, build_schedule
 from sassha_fast.log import read_log
 
+pytestmark = pytest.mark.product
 ROOT = Path(__file__).resolve().parent.parent
 CLOCKED = ("per_second", "seconds")  # columns of the log that differ from run to run
 
@@ -168,7 +170,7 @@ def test_sigkill_and_resume_give_the_uninterrupted_run(play, tmp_path):
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", "examples.gpt", *gpt_args(play, killed, *options)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not (killed / "checkpoint.pt").exists():
         assert process.poll() is None, process.stderr.read().decode()
         assert time.monotonic() < deadline
@@ -212,7 +214,7 @@ def test_processes_of_torchrun_train_one_network(tree, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "examples.image", *image_args(tree, tmp_path / "run", "--optimizer", "sassha", "--epochs", 1)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=PATIENCE)
     rows, state = end_of(tmp_path / "run")
     assert len(rows) == 2
     assert state["progress"]["step"] == 3

@@ -18,6 +18,7 @@ from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian, SophiaH, backends,
 from sassha_fast._core.keys import EXP_AVG, HESSIAN, WEIGHT
 
 STEPS, RESUMED = 30, 17  # three refreshes; saved and loaded between two of them
+FEW, RESUMED_SOON = 12, 7  # two refreshes, for Triton's interpreter, in which a step takes long
 BACKENDS = ("reference", "foreach", "cpu", "cuda_sim", "triton")
 DTYPES = (torch.float32, torch.float64)
 
@@ -43,35 +44,35 @@ def make_problem(dtype=torch.float64, seed=0):
 METHODS = {
     "SASSHA": (
         lambda params, **o: SASSHA(params, lr=0.05, rho=0.05, weight_decay=0.01, **o),
-        lambda problem: algorithms.sassha(problem, STEPS, lr=0.05, rho=0.05, wd=0.01),
+        lambda problem, steps: algorithms.sassha(problem, steps, lr=0.05, rho=0.05, wd=0.01),
     ),
     "SASSHA, ASAM": (
         lambda params, **o: SASSHA(params, lr=0.05, rho=0.5, adaptive=True, **o),
-        lambda problem: algorithms.sassha(problem, STEPS, lr=0.05, rho=0.5, adaptive=True),
+        lambda problem, steps: algorithms.sassha(problem, steps, lr=0.05, rho=0.5, adaptive=True),
     ),
     "M-SASSHA": (
         lambda params, **o: MSASSHA(params, lr=0.05, rho=0.1, weight_decay=0.01, **o),
-        lambda problem: algorithms.m_sassha(problem, STEPS, lr=0.05, rho=0.1, wd=0.01),
+        lambda problem, steps: algorithms.m_sassha(problem, steps, lr=0.05, rho=0.1, wd=0.01),
     ),
     "M-SASSHA, ASAM, along m": (
         lambda params, **o: MSASSHA(params, lr=0.05, rho=0.5, weight_decay=0.0, sign=1, adaptive=True, **o),
-        lambda problem: algorithms.m_sassha(problem, STEPS, lr=0.05, rho=0.5, sign=1, adaptive=True),
+        lambda problem, steps: algorithms.m_sassha(problem, steps, lr=0.05, rho=0.5, sign=1, adaptive=True),
     ),
     "G-SASSHA": (
         lambda params, **o: GSASSHA(params, lr=0.05, rho=0.1, alpha=0.3, **o),
-        lambda problem: algorithms.sassha(problem, STEPS, lr=0.05, rho=0.1, alpha=0.3),
+        lambda problem, steps: algorithms.sassha(problem, steps, lr=0.05, rho=0.1, alpha=0.3),
     ),
     "G-SASSHA, ASAM": (
         lambda params, **o: GSASSHA(params, lr=0.05, rho=0.5, alpha=0.1, adaptive=True, **o),
-        lambda problem: algorithms.sassha(problem, STEPS, lr=0.05, rho=0.5, alpha=0.1, adaptive=True),
+        lambda problem, steps: algorithms.sassha(problem, steps, lr=0.05, rho=0.5, alpha=0.1, adaptive=True),
     ),
     "AdaHessian": (
         lambda params, **o: AdaHessian(params, lr=0.05, weight_decay=0.01, **o),
-        lambda problem: algorithms.adahessian(problem, STEPS, lr=0.05, wd=0.01),
+        lambda problem, steps: algorithms.adahessian(problem, steps, lr=0.05, wd=0.01),
     ),
     "Sophia-H": (
         lambda params, **o: SophiaH(params, lr=0.01, weight_decay=0.1, eps=1e-3, **o),
-        lambda problem: algorithms.sophia_h(problem, STEPS, lr=0.01, gamma=0.04, wd=0.1, eps=1e-3),
+        lambda problem, steps: algorithms.sophia_h(problem, steps, lr=0.01, gamma=0.04, wd=0.1, eps=1e-3),
     ),
 }
 
@@ -110,8 +111,8 @@ def resumed(problem, build, opt, **options):
 
 
 @cache
-def expected(method, dtype):
-    return METHODS[method][1](make_problem(dtype))
+def expected(method, dtype, steps):
+    return METHODS[method][1](make_problem(dtype), steps)
 
 
 def state_lists(opt, *keys):
@@ -119,18 +120,26 @@ def state_lists(opt, *keys):
     return [[entry[key] for entry in entries] for key in keys]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("method", METHODS)
-def test_thirty_steps_resumed_in_the_middle_equal_the_equations(method, backend, dtype):
+# Triton has every method in one dtype, by turns; its passes are tested in all of them.
+RUNS = [
+    (method, backend, dtype)
+    for i, method in enumerate(METHODS)
+    for backend in BACKENDS
+    for dtype in ((DTYPES[i % 2],) if backend == "triton" else DTYPES)
+]
+
+
+@pytest.mark.parametrize(("method", "backend", "dtype"), RUNS, ids=str)
+def test_runs_resumed_in_the_middle_equal_the_equations(method, backend, dtype):
+    steps, saved = (FEW, RESUMED_SOON) if backend == "triton" else (STEPS, RESUMED)
     problem, build = make_problem(dtype), METHODS[method][0]
     opt = build(problem.net.parameters(), backend=backend)
-    for _ in range(RESUMED):
+    for _ in range(saved):
         by_hand(opt, problem.loss)
     problem, opt = resumed(problem, build, opt, backend=backend)
-    for _ in range(STEPS - RESUMED):
+    for _ in range(steps - saved):
         by_closure(opt, problem.loss)
-    wanted = expected(method, dtype)
+    wanted = expected(method, dtype, steps)
     m, d = state_lists(opt, EXP_AVG, HESSIAN)
     assert_same_bits(m, wanted.m)
     assert_same_bits(d, wanted.d)

@@ -5,11 +5,9 @@ from functools import cache
 import pytest
 import torch
 from cases import (
-    CASES,
+    BY_NAME,
     DTYPES,
-    PAIRS,
     PASSES,
-    affordable,
     assert_same_bits,
     build,
     clones,
@@ -18,6 +16,8 @@ from cases import (
     pair_id,
     passes_over,
     place,
+    runs_of,
+    sizes_for,
 )
 from tolerances import sum_bound
 
@@ -25,8 +25,7 @@ from sassha_fast import reference
 
 pytestmark = pytest.mark.usefixtures("native_ops")
 SCALES = torch.tensor([[0.3, -0.21], [99.0, 99.0], [0.45, 1.7]])  # α and the share of g along g̃, by group
-BY_NAME = {case.name: case for case in CASES}
-RUNS = [(c, d, r) for c, d in PAIRS for r in PASSES if affordable(r, c, walk=False)]
+RUNS = runs_of()
 
 
 def firsts_of(lists):
@@ -74,7 +73,7 @@ def test_decomposed_gradients_equal_the_reference(case, dtype, runner):
 @pytest.mark.parametrize("runner", PASSES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
 def test_alpha_zero_leaves_gradients_bitwise_alone_even_if_the_first_are_infinite(dtype, runner):
-    lists = build(BY_NAME["sizes"], dtype)
+    lists = build(sizes_for(runner), dtype)
     before, firsts = clones(lists.grads), firsts_of(lists)
     for first in firsts:
         first[::2] = torch.inf

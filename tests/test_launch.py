@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tolerances import PATIENCE
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 pytest.importorskip("sklearn")
+pytestmark = pytest.mark.product
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -25,7 +27,7 @@ def torchrun(example, *arguments, restarts=0, wait=True):
     )
     if not wait:
         return started
-    output, _ = started.communicate(timeout=300)
+    output, _ = started.communicate(timeout=PATIENCE)
     assert started.returncode == 0, output
     return output
 
@@ -70,7 +72,7 @@ def test_a_killed_process_costs_nothing_but_time(tmp_path):
         assert launcher.poll() is None, launcher.communicate()[0]
         time.sleep(0.02)
     os.kill(worker_of(launcher, 1), signal.SIGKILL)
-    output, _ = launcher.communicate(timeout=300)
+    output, _ = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, output
     assert "resumed from" in output
     assert losses(output)[-1] == losses(undisturbed)[-1]

@@ -3,25 +3,24 @@
 import pytest
 import torch
 from cases import (
-    CASES,
     N_GROUPS,
     PAIRS,
     PASSES,
-    affordable,
     assert_same_bits,
     build,
     groups_of,
     members_of,
     pair_id,
     passes_over,
+    runs_of,
+    sizes_for,
 )
 from tolerances import sum_bound
 
 from sassha_fast import reference
 
 pytestmark = pytest.mark.usefixtures("native_ops")
-RUNS = [(case, dtype, runner) for case, dtype in PAIRS for runner in PASSES if affordable(runner, case)]
-BY_NAME = {case.name: case for case in CASES}
+RUNS = runs_of()
 
 
 def sums_by(runner, weights, grads, adaptive):
@@ -38,7 +37,7 @@ def expected_sums(weights, grads, adaptive):
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize(("case", "dtype", "runner"), RUNS, ids=pair_id)
+@pytest.mark.parametrize(("case", "dtype", "runner"), runs_of(walk=True), ids=pair_id)
 def test_square_sums_equal_the_reference_up_to_order(case, dtype, runner, adaptive):
     lists = build(case, dtype)
     sums = sums_by(runner, lists.weights, lists.grads, adaptive)
@@ -92,8 +91,9 @@ def test_the_norm_of_x_is_taken_where_x_lies(case, dtype, runner, in_state):
 @pytest.mark.parametrize("runner", PASSES)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_nonfinite_gradient_makes_only_its_group_nonfinite(runner, value):
-    lists = build(BY_NAME["sizes"], torch.float32)
-    lists.grads[9][49_999] = value  # group 2
+    lists = build(sizes_for(runner), torch.float32)
+    last = max(range(1, len(lists.grads), 2), key=lambda i: lists.grads[i].numel())  # of group 2
+    lists.grads[last][-1] = value
     sums = sums_by(runner, lists.weights, lists.grads, False)
     assert torch.isfinite(sums[:2]).all()
     assert not torch.isfinite(sums[2])

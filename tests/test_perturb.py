@@ -5,12 +5,10 @@ from functools import cache
 import pytest
 import torch
 from cases import (
-    CASES,
+    BY_NAME,
     DTYPES,
-    PAIRS,
     PASSES,
     REDUCED,
-    affordable,
     assert_same_bits,
     build,
     clones,
@@ -20,6 +18,8 @@ from cases import (
     pair_id,
     passes_over,
     place,
+    runs_of,
+    sizes_for,
 )
 from tolerances import mean_bound
 
@@ -30,10 +30,9 @@ pytestmark = pytest.mark.usefixtures("native_ops")
 TABLES = ("native", "triton")  # kernels that write x into the gradients' memory
 SCALES = torch.tensor([0.37, 99.0, -1.9])  # by group; a negative one descends (maximize)
 SEED, DRAW = 2**34 + 5, torch.tensor([11])
-BY_NAME = {case.name: case for case in CASES}
 
 
-RUNS = [(case, dtype, runner) for case, dtype in PAIRS for runner in PASSES if affordable(runner, case)]
+RUNS = runs_of(walk=True)
 
 
 def perturb_by(runner, weights, grads, scales, adaptive, take_grads=False):
@@ -91,7 +90,7 @@ def test_perturb_does_not_depend_on_thread_count(dtype, adaptive, restore_thread
 @pytest.mark.parametrize("runner", PASSES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
 def test_zero_scale_leaves_params_bitwise_unchanged_even_with_infinite_gradients(dtype, runner, adaptive):
-    lists = build(BY_NAME["sizes"], dtype)
+    lists = build(sizes_for(runner), dtype)
     for weight, grad in zip(lists.weights, lists.grads, strict=True):
         weight[::3] = -0.0
         grad[::2], grad[1::4] = torch.inf, torch.nan
@@ -168,7 +167,7 @@ def test_rounding_noise_differs_between_parameters_and_draws():
 # ---- where the backup lies ----------------------------------------------------------------------------------------
 
 
-IN_PLACE = [(c, d, r) for c, d in PAIRS for r in TABLES if r == "native" or c.name in ("chunks", "misaligned", "gaps")]
+IN_PLACE = [(c, d, r) for c, d, r in RUNS if r == "native" or (r == "triton" and c.name in ("tiles", "gaps"))]
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

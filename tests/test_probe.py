@@ -5,12 +5,11 @@ from functools import cache
 import pytest
 import torch
 from cases import (
+    BY_NAME,
     CASES,
     DTYPES,
     PAIRS,
-    PASSES,
     REDUCED,
-    affordable,
     assert_same_bits,
     build,
     clones,
@@ -18,6 +17,7 @@ from cases import (
     members_of,
     pair_id,
     passes_over,
+    runs_of,
 )
 
 from sassha_fast import reference
@@ -25,7 +25,6 @@ from sassha_fast import reference
 pytestmark = pytest.mark.usefixtures("native_ops")
 OPS = torch.ops.sassha_fast
 SEED, DRAW = 2**35 + 3, 21
-BY_NAME = {case.name: case for case in CASES}
 ROW_MAJOR = [(case, dtype) for case, dtype in PAIRS if case.row_major]
 
 
@@ -84,9 +83,7 @@ def test_probe_rounds_its_length_to_float32_once():
     assert_same_bits(weights[0].abs(), torch.full((300,), 1.0 + 2.0**-23))
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "runner"), [(c, d, r) for c, d in PAIRS for r in PASSES if affordable(r, c)], ids=pair_id
-)
+@pytest.mark.parametrize(("case", "dtype", "runner"), runs_of(), ids=pair_id)
 def test_passes_number_signs_by_logical_element(case, dtype, runner):
     weights = build(case, dtype).weights
     passes = passes_over(runner, members_of(weights))
@@ -95,10 +92,7 @@ def test_passes_number_signs_by_logical_element(case, dtype, runner):
     assert_same_bits(signs, expected_signs(case, dtype)[::-1])
 
 
-PROBED = [(c, d, r) for c, d in PAIRS for r in PASSES if affordable(r, c)]
-
-
-@pytest.mark.parametrize(("case", "dtype", "runner"), PROBED, ids=pair_id)
+@pytest.mark.parametrize(("case", "dtype", "runner"), runs_of(), ids=pair_id)
 def test_passes_probe_in_every_layout(case, dtype, runner):
     weights = build(case, dtype).weights
     expected = expected_probe(weights, 0.1 + 2.0**-40)

@@ -19,6 +19,7 @@ from bench.report.markup import digits, duration
 from bench.report.page import write
 from bench.report.records import read
 
+pytestmark = pytest.mark.product
 ROOT = Path(__file__).parents[1]
 SECTIONS = ["machine", "passes", "speed", "cost", "refresh", "memory", "scaling", "gpu", "training"]
 MEASURED = ["passes", "speed", "cost", "refresh", "memory", "scaling"]

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import PASSES, REDUCED, assert_same_bits, build, indices_of, pair_id
-from test_step import BY_NAME, RUNNERS, SEED, expected_lists, scalars_for, step_by
+from cases import PASSES, REDUCED, assert_same_bits, build, indices_of, pair_id, sizes_for
+from test_step import RUNNERS, SEED, expected_lists, scalars_for, step_by
 from tolerances import mean_bound
 from training import BACKENDS, make_loss, make_net, snapshot, train
 
@@ -17,7 +17,7 @@ NOISE = torch.tensor([77])
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("dtype", REDUCED, ids=pair_id)
 def test_stochastic_updates_equal_the_reference_bit_for_bit(dtype, runner, mode):
-    before, lists = build(BY_NAME["sizes"], dtype), build(BY_NAME["sizes"], dtype)
+    before, lists = (build(sizes_for(runner), dtype) for _ in range(2))
     scalars = scalars_for(0.5, mode)
     step_by(runner, lists, scalars, mode, NOISE)
     changed = 0
@@ -32,7 +32,7 @@ def test_stochastic_updates_equal_the_reference_bit_for_bit(dtype, runner, mode)
 
 @pytest.mark.parametrize("runner", PASSES)
 def test_full_precision_is_not_rounded_at_random(runner):
-    lists, plain = build(BY_NAME["sizes"], torch.float32), build(BY_NAME["sizes"], torch.float32)
+    lists, plain = (build(sizes_for(runner), torch.float32) for _ in range(2))
     scalars = scalars_for(0.5, "ordinary")
     step_by(runner, lists, scalars, "ordinary", NOISE)
     step_by(runner, plain, scalars, "ordinary")

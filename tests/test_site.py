@@ -16,6 +16,7 @@ import pytest
 from chromium import COMMAND, Chromium
 from pages import DOCS, ROOT
 
+pytestmark = pytest.mark.product
 MODULES = (
     "__init__",
     "sharpness",
@@ -109,7 +110,7 @@ def test_the_site_opens_from_disk_fits_a_phone_and_can_be_searched(site, tmp_pat
                 field.focus();
                 field.value = 'GradScaler';
                 field.dispatchEvent(new Event('keyup', {bubbles: true}));
-                for (let i = 0; i < 200 && !document.querySelector('.md-search-result__link'); i++)
+                for (let i = 0; i < 6000 && !document.querySelector('.md-search-result__link'); i++)
                     await new Promise(done => setTimeout(done, 50));
             })()"""
         )

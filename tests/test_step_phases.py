@@ -2,8 +2,8 @@
 
 import copy
 import pickle
-from pathlib import Path
 
+import processes
 import pytest
 import test_old_checkpoint as old
 import torch
@@ -255,19 +255,14 @@ SCENARIOS = {
 }
 
 
-def work(rank, size, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
-    try:
-        torch.save({name: scenario() for name, scenario in SCENARIOS.items()}, Path(folder) / f"{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def work(folder):
+    torch.save({name: scenario() for name, scenario in SCENARIOS.items()}, folder / f"{dist.get_rank()}.pt")
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("phases")
-    torch.multiprocessing.start_processes(work, (2, str(folder)), nprocs=2, start_method="spawn")
+    processes.start(2, work, folder)
     ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
     return {name: [rank[name] for rank in ranks] for name in SCENARIOS}
 

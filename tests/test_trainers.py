@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tolerances import PATIENCE
 from training import assert_same_bits, assert_same_state
 
 for package in ("lightning", "transformers", "accelerate"):
@@ -22,11 +23,11 @@ def ranks(tmp_path_factory):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ran = subprocess.run(
         [*command, str(HERE / "trainers.py"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},  # ours has the examples
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert ran.returncode == 0, ran.stdout
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]

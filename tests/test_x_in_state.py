@@ -5,15 +5,13 @@ from functools import cache
 import pytest
 import torch
 from cases import (
-    CASES,
+    BY_NAME,
     DTYPES,
     N_GROUPS,
-    PAIRS,
     PASSES,
     REDUCED,
     Case,
     Spec,
-    affordable,
     assert_same_bits,
     build,
     clones,
@@ -22,6 +20,7 @@ from cases import (
     members_of,
     pair_id,
     passes_over,
+    runs_of,
 )
 from test_step import DRAW, SEED, cohorts_of, expected_lists, scalars_for
 from tolerances import sum_bound
@@ -32,9 +31,8 @@ from sassha_fast._passes.reference import Products
 pytestmark = pytest.mark.usefixtures("native_ops")
 SCALES = torch.tensor([-0.37, 99.0, 1.9])
 NOISE = torch.tensor([13])
-BY_NAME = {case.name: case for case in CASES}
 TAILS = Case("tails", (Spec((2053,)), Spec((300,), "misaligned"), Spec(())))
-RUNS = [(c, d, r) for c, d in PAIRS for r in PASSES if affordable(r, c, walk=False)]
+RUNS = runs_of()
 MODES = ("ordinary", "signed")
 
 
@@ -42,11 +40,15 @@ def takes(runner, case, adaptive, mode=None):
     # In Triton's interpreter a chunk takes long: no axis is left out, but the skipped update alone crosses them.
     if runner == "triton" and mode is not None and adaptive != (mode == "signed"):
         return False
-    return runner != "triton" or not adaptive or case.name in ("chunks", "gaps", "mixed_dtypes")
+    return runner != "triton" or not adaptive or case.name in ("tiles", "gaps", "mixed_dtypes")
 
 
 ASCENTS = [(c, d, r, a) for c, d, r in RUNS for a in (False, True) if takes(r, c, a)]
 UPDATES = [(c, d, r, m, a) for c, d, r in RUNS for m in MODES for a in (False, True) if takes(r, c, a, m)]
+
+
+def chunks_for(runner):
+    return BY_NAME["tiles" if runner == "triton" else "chunks"]
 
 
 def bound(runner, lists):
@@ -146,7 +148,7 @@ def test_momentum_ascent_equals_the_reference_and_show_x_undoes_it(case, dtype, 
 @pytest.mark.parametrize("runner", PASSES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=pair_id)
 def test_scale_zero_shows_x_even_with_infinite_momentum(dtype, runner):
-    lists = build(BY_NAME["chunks"], dtype)
+    lists = build(chunks_for(runner), dtype)
     for m in lists.exp_avgs:
         m.view(-1)[::2] = torch.inf
     passes, xs = bound(runner, lists)
@@ -158,7 +160,7 @@ def test_scale_zero_shows_x_even_with_infinite_momentum(dtype, runner):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("runner", PASSES)
 def test_a_skipped_update_changes_nothing_and_still_adds_squares(runner, mode, adaptive):
-    lists = build(BY_NAME["chunks"], torch.float32)
+    lists = build(chunks_for(runner), torch.float32)
     passes, xs = bound(runner, lists)
     before = clones([*xs, *lists.exp_avgs, *lists.hessians])
     scalars = [row._replace(skip=1.0) for row in scalars_for(0.5, mode)]

@@ -91,3 +91,10 @@ SIGMAS = 5
 def mean_bound(n: int, deviation: float = 1.0) -> float:
     """How far the mean of n independent values of this standard deviation may lie from its expectation."""
     return SIGMAS * deviation / math.sqrt(n)
+
+
+# ---- time ---------------------------------------------------------------------------------------------------------
+
+# Seconds until a process that was started counts as hung. It is no measure of speed: a machine that is busy with other
+# work may give a test a tenth of a core, and importing torch alone then takes a minute.
+PATIENCE = 1800

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from training import state_of
 from transformers import TrainerCallback, TrainingArguments
 
+from examples.launch import stop
 from sassha_fast.integrations.huggingface import SasshaTrainer
 from sassha_fast.integrations.lightning import SasshaCallback
 
@@ -154,7 +155,7 @@ def main(folder):
                 "plain_state": state_of(plain_opt),
             }
     torch.save(results, folder / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    stop()
 
 
 if __name__ == "__main__":
