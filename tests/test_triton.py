@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from cases import DTYPES, Case, Spec, assert_same_bits, build, clones, members_of, pair_id
+from sassha_fast.triton_kernels import probe
 from training import assert_same_bits as assert_same_tensors
 from training import assert_same_state, closure_of, make_loss, make_net, snapshot, state_of, three_calls
 from triton.backends.compiler import GPUTarget
@@ -24,7 +25,6 @@ from sassha_fast._passes.layout import INDEX, NUMEL, PARAM, PROBE_GRADIENT, ROW_
 from sassha_fast._passes.reference import Members, Passes, Products
 from sassha_fast._passes.triton import KERNEL_DTYPES, TritonPasses
 from sassha_fast._passes.triton_launch import CHUNK, Chunks, Launcher
-from sassha_fast.triton_kernels import probe
 
 CPU = torch.device("cpu")
 SEED, DRAW = 2**36 + 7, 31
