@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,16 +37,19 @@ class GradientAscent(Ascent):
         )
 
     @override
-    def left_out(self, step: Step) -> str | None:
-        options, radii = step.parts.options, [group["rho"] for group in step.parts.params.groups]
+    def warn_if_left_out(self, step: Step) -> None:
+        parts = step.parts
+        options, radii = parts.options, [group["rho"] for group in parts.params.groups]
         found = [rho for rho in radii if isinstance(rho, Tensor) or rho != 0.0]  # a tensor is not read here either
-        if not found and options.rho_scheduler is None:
-            return None
+        if parts.has_warned or (not found and options.rho_scheduler is None):
+            return
+        parts.has_warned = True
         rho = found[0] if found and not isinstance(found[0], Tensor) else "not 0"
-        return (
+        warnings.warn(
             f"{options.caller}.step: rho is {rho}, but the weights were not perturbed, so this is a step with rho = 0. "
             "Use opt.step(closure), or a first backward pass and opt.perturb_weights(), the second backward pass and "
-            "opt.unperturb() before opt.step(); or construct it with rho=0"
+            "opt.unperturb() before opt.step(); or construct it with rho=0",
+            stacklevel=7,  # the line that called step()
         )
 
     @override
@@ -94,8 +98,8 @@ class NoAscent(GradientAscent):
         return False
 
     @override
-    def left_out(self, step: Step) -> str | None:
-        return None
+    def warn_if_left_out(self, step: Step) -> None:
+        pass
 
 
 class MomentumAscent(Ascent):

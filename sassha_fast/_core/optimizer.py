@@ -376,9 +376,7 @@ class FusedOptimizer(Optimizer, Joinable):
             self._step = None
             return
         if not step.climbed:
-            warning = self._parts.ascent.left_out(step)
-            if warning is not None:
-                self._parts.warn_once("no ascent", warning)
+            self._parts.ascent.warn_if_left_out(step)
         gathered = step.collect("step") if step.phase is not Phase.COLLECTED else None
         overflow: Tensor | None = getattr(self, "found_inf", None)
         if overflow is None:

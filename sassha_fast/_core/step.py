@@ -7,10 +7,9 @@ leaves the weights at x with the state that belongs to it, or, once the update h
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -104,9 +103,9 @@ class Ascent(ABC):
         """Before an update: finds out what :meth:`follow_update` needs, once."""
         del step  # an ascent along the gradient needs nothing
 
-    def left_out(self, step: Step) -> str | None:
-        """What to warn of if an update comes without :meth:`climb` before it, None if that is as it should be."""
-        return None
+    def warn_if_left_out(self, step: Step) -> None:
+        """Warns, once, of an update without :meth:`climb` before it, unless that is as it should be."""
+        del step
 
     def follow_update(self, step: Step, plan: Plan, states: list[dict[str, Any]], found: Stepped) -> None:
         """After an update: tells everybody that the weights moved. May be called twice."""
@@ -141,13 +140,7 @@ class Parts:
     ascent: Ascent
     descent: Descent
     stats: Stats
-    warned: set[str] = field(default_factory=set)
-
-    def warn_once(self, topic: str, text: str) -> None:
-        """A warning that this optimizer gives once."""
-        if topic not in self.warned:
-            self.warned.add(topic)
-            warnings.warn(text, stacklevel=7)  # of the line that called step()
+    has_warned: bool = False  # of a step without its ascent
 
     def weights_moved(self, plan: Plan) -> None:
         """Tells autograd, autocast and FSDP2 that weights moved."""
