@@ -64,9 +64,11 @@ def three_calls(shapes: Shapes, make: Callable[..., Optimizer], *, refresh: bool
     no contender.
     """
     params = _parameters(shapes)
-    opt = make(params, lr=LR, rho=RHO, **options)
+    opt = make(params, lr=LR, rho=0.0 if refresh else RHO, **options)
     if refresh:
         _refresh(opt, params)
+        for group in opt.param_groups:
+            group["rho"] = RHO
     first, second = _gradients(tuple(shapes), 1), _gradients(tuple(shapes), 2)
 
     def copied(grads: list[Tensor]) -> list[Tensor]:
