@@ -89,7 +89,11 @@ class _Update:
             plan.count_draw(step.noise_draw(plan))
         self.draw = step.clock * options.n_samples
         self.zero_is_seen = options.unseen == "zero"
-        self.grads = [local(g) for p in plan.params if (g := p.grad) is not None] if self.given is not None else []
+        self.grads: list[Tensor] = []
+        if self.given is not None:
+            self.grads = [p.grad for p in plan.params if p.grad is not None]
+            if plan.sharded:
+                self.grads = list(map(local, self.grads))
         self.tallies: dict[int, Tensor] = {}  # of products before they were averaged over filters, by position
         products = self.given
         if products is not None and options.variant.by_filter:
