@@ -85,7 +85,7 @@ def _step(
     dtypes: Sequence[str] = (),
 ) -> Kernel:
     constants: dict[str, object] = {"POWER": power, "REFRESH": refresh, "SAMPLE": sample, "AT_RANDOM": at_random}
-    constants.update(IN_STATE=in_state, ADAPTIVE=adaptive)
+    constants.update(ZERO_IS_SEEN=False, IN_STATE=in_state, ADAPTIVE=adaptive)
     given = {"tallies": refresh, "squares": in_state, "noise_draw": at_random}
     constants.update({tensor: None for tensor, there in given.items() if not there})
     # Reads x, g, m, D and writes x, m; a refresh also reads the product and writes D.

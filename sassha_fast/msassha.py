@@ -141,6 +141,7 @@ class MSASSHA(FusedOptimizer):
         except BaseException:  # an interrupt: x is known, so the way leads on
             self._momentum.derive(self.parts)
             raise
+        self._momentum.watch(self.parts)
 
     @contextmanager
     def true_weights(self) -> Iterator[None]:

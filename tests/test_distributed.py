@@ -67,7 +67,9 @@ def test_whoever_joins_a_group_ends_by_stop():
         path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
         for folder in ("bench", "docs", "examples", "tests")
         for path in (ROOT / folder).rglob("*.*")
-        if path.suffix in (".py", ".md") and path != Path(__file__)
+        if path.suffix in (".py", ".md")
+        and path != Path(__file__)
+        and path.name != "test_ddp_graph.py"  # a group of one, in the process of the tests
     }
     joining = {name: text for name, text in joining.items() if "init_process_group(" in text}
     assert joining.keys() == {"examples/launch.py", "tests/processes.py", "tests/trainers.py"}

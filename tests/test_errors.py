@@ -119,6 +119,7 @@ class Scene:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("steps", [0, 2], ids=["first", "later"])
+@pytest.mark.filterwarnings("ignore:.*rho is .* but the weights were not perturbed")
 def test_unperturb_without_a_graph_restores_and_then_raises(backend, steps):
     scene = Scene(backend, steps)
     scene.loss().backward()

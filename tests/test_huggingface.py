@@ -311,6 +311,7 @@ def test_what_can_not_work_names_the_remedy(tmp_path):
         trainer.train()
 
 
+@pytest.mark.filterwarnings("ignore:.*rho is .* but the weights were not perturbed")
 def test_without_the_mixin_a_refresh_says_what_is_missing(tmp_path):
     for method, message in (("m_sassha_exact", "no gradient has a graph"), ("sassha_differences", "probe_weights")):
         with pytest.raises(RuntimeError, match=message):

@@ -174,6 +174,7 @@ def test_a_call_of_the_step_within_its_closure_is_refused(method, at, call):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:.*rho is .* but the weights were not perturbed")
 def test_after_an_exception_in_a_closure_calls_are_not_taken_for_calls_within_it(method):
     scene = Scene(method)
 

@@ -60,7 +60,7 @@ class _Bare(torch.nn.Module):
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_exact_products_are_those_of_torch_func(name):
     model, loss_fn = zoo.make(name)
-    opt = SASSHA(model.parameters(), lr=1e-3, rho=RHO, betas=(0.9, 0.0))  # D is the last |z ⊙ Hz|
+    opt = SASSHA(model.parameters(), lr=1e-3, rho=RHO, betas=(0.9, 0.0), unseen="zero")  # D is the last |z ⊙ Hz|
     opt.attach(model)
     torch.manual_seed(5)
     opt.step(closure_of(opt, loss_fn))
@@ -74,7 +74,7 @@ def test_exact_products_are_those_of_torch_func(name):
 class Ones:
     """Probes of ones: with a Hessian of positive entries no product cancels."""
 
-    signs_in_registers = (True,)
+    signs_in_registers, singles = (True,), ()
 
     def __init__(self, *params):
         self.params = params
@@ -117,7 +117,7 @@ def test_the_scale_of_probes_changes_no_bit_in_float32(n_samples):
 
 
 class _Reference:
-    signs_in_registers = (True,) * 6
+    signs_in_registers, singles = (True,) * 6, ()
 
     def __init__(self, params):
         self.params = params

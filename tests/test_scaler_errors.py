@@ -96,6 +96,7 @@ def test_a_scaler_without_a_closure_is_told_a_call_that_the_method_has(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:.*rho is .* but the weights were not perturbed")
 def test_products_of_an_unknown_scale_are_not_used_by_a_later_call(method):
     scene = Scene(method)
     with pytest.raises(RuntimeError, match="GradScaler has unscaled"):

@@ -264,12 +264,11 @@ def test_elements_without_gradient_and_product_equal_the_reference(dtype, runner
 def test_a_late_first_sample_weighs_like_those_that_were_there_from_the_start(runner):
     x, product = torch.randn(300), torch.full((300,), 2.0)
     scalars = scalars_for(0.5, "signed")[0]
-    d = torch.full(
-        (300,), scalars.first * 2.0 * scalars.product_scale
-    )  # of elements with this product at all refreshes
+    always = torch.full((300,), scalars.first * 2.0 * scalars.product_scale)  # D with this product at all refreshes
+    d = always / scalars.kept
     d[::2] = -0.0
     lists, _ = one_cohort(runner, x, d, product, "signed")
-    torch.testing.assert_close(lists.hessians[0], torch.full_like(d, scalars.first * 2.0 * scalars.product_scale))
+    torch.testing.assert_close(lists.hessians[0], always)
 
 
 # ---- curvature that isn't there -----------------------------------------------------------------------------------

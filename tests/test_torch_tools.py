@@ -111,7 +111,9 @@ def test_named_parameters_are_named_where_they_are_refused():
     opt, other = (SASSHA([("body.weight", torch.nn.Parameter(torch.ones(n)))], rho=0.05) for n in (3, 4))
     for optimizer in (opt, other):
         optimizer.step(closure_of(optimizer, lambda p=optimizer.param_groups[0]["params"][0]: (p**4).sum()))
-    with pytest.raises(ValueError, match=r"SASSHA.load_state_dict: 'exp_avg' of 'body.weight' is \(4,\), expected"):
+    with pytest.raises(
+        ValueError, match=r"SASSHA.load_state_dict: 'exp_avg' of 'body.weight' is a tensor of .*shape \(4,\)"
+    ):
         opt.load_state_dict(other.state_dict())
 
 

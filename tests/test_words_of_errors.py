@@ -56,7 +56,7 @@ def test_subclasses_are_called_by_their_names():
         Own(net.parameters(), sign=3)
     with pytest.raises(TypeError, match=r"^OwnSAM: base_optimizer is 3"):
         OwnSAM(net.parameters(), 3)
-    with pytest.raises(ValueError, match=r"^OwnSAM\.load_state_dict: a parameter group has no 'ascents'"):
+    with pytest.raises(ValueError, match=r"^OwnSAM\.load_state_dict: a parameter group lacks \['ascents', 'rho'\]"):
         OwnSAM(net.parameters(), SGD, lr=0.1).load_state_dict(SGD(net.parameters(), lr=0.1).state_dict())
 
 

@@ -193,6 +193,10 @@ class MomentumAscent(Ascent):
             plan.show_x()
             parts.weights_moved(plan)
 
+    def watch(self, parts: Parts) -> None:
+        """Notices from now on if anybody else changes the parameters, which hold x + ε."""
+        self._hold(parts.params.plan_of(self.kept(parts), parts.options))
+
     def adopt(self, parts: Parts) -> None:
         """Makes what the parameters hold the new x."""
         for p in self.kept(parts):
@@ -222,8 +226,6 @@ class MomentumAscent(Ascent):
             values = [torch.as_tensor(scales.get(g, 0.0), device=device) for g in range(plan.n_groups)]
             plan.momentum_ascent(torch.stack([v.to(torch.float32) for v in values]), options.seed)
             parts.weights_moved(plan)
-        if chosen is None:
-            self._hold(params.plan_of(self.kept(parts), options))
 
 
 def _same(a: Any, b: Any) -> bool:

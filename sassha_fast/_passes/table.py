@@ -57,6 +57,7 @@ class TablePasses(Passes, ABC):
         self.numbered = [w.is_contiguous() and members.shard(i) is None for i, w in enumerate(self.weights)]
         self._cohorts: Sequence[int] | None = None
         self._keep: list[Tensor] = []  # whatever the table points to that nobody else holds
+        self._is_bound = False  # whether anything is known about the memory of gradients
         self._sizes, self._dtypes = list(map(nbytes, self.weights)), list(map(dtype, self.weights))
         self._shared = 0  # gradients that share memory with others
         self._spare: list[Tensor] = []  # memory for x where gradients need theirs, from the first such ascent on
@@ -81,13 +82,14 @@ class TablePasses(Passes, ABC):
 
     @override
     def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
-        if not overwrite and self.all_row_major and self._fit(grads):
+        if self._is_bound and not overwrite and self.all_row_major and self._fit(grads):
             # Nothing to find out about the gradients but where they are, which is cheaper than handing them over.
             addresses = array("q", map(address, grads))
             self.columns[layout.GRAD].copy_(torch.frombuffer(addresses, dtype=torch.int64))
             self.grads, self._refitted = grads, []
             return
         self.grads, self._shared = self._bind_gradients(layout.GRAD, grads)
+        self._is_bound = True
         self._refitted = []
         if self.grads is not grads:
             self._refitted = [(g, copy) for g, copy in zip(grads, self.grads, strict=True) if copy is not g]
