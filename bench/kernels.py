@@ -119,7 +119,7 @@ class Kernels(Tensors):
         return made
 
     def _step(self, made: TablePasses, tallies: Tensor | None = None, squares: Tensor | None = None) -> None:
-        made.launch("step", self.numbers, 0, 0, None, int(Sample.ABS), False, tallies, squares, made.journal)
+        made.launch("step", self.numbers, 0, 0, None, int(Sample.ABS), False, False, tallies, squares, made.journal)
 
     def norm(self) -> None:
         self.climbing.launch("square_sums", self.sums, GRAD, False)
