@@ -263,6 +263,8 @@ def main() -> int:
             kinds[kind] += 1
             if kinds[kind] <= 5:
                 print(f"\nseed {seed}, {make_damaged(seed)[0]}, {make_damaged(seed)[2]}\n  {finding}", flush=True)
+        if (seed - given.seed) % 500 == 499:
+            print(f"{seed - given.seed + 1} checkpoints, {sum(kinds.values())} went wrong", flush=True)
         if given.cases == 1:
             print(f"seed {seed}: {make_damaged(seed)[0]}, {make_damaged(seed)[2]}: {dict(results)}")
     total = sum(results.values()) + sum(kinds.values())
