@@ -17,22 +17,31 @@ FUZZ_SECONDS ?= 3600
 FUZZ_SEED ?= 0
 FUZZ := --seed $(FUZZ_SEED) --cases $(FUZZ_CASES)
 WORKERS ?= 2
-FORMATTED := $(NATIVE) $(wildcard bench/*.cpp tests/*.cpp)
+FORMATTED := $(NATIVE) $(wildcard bench/*.cpp tests/*.cpp tools/vgpu/device/*.h tools/vgpu/device/*.cpp)
+# Arguments of pytest on the virtual GPU: VGPU_ARGS='--vgpu-sample 10' or 'tests/test_norm.py -k adaptive'.
+VGPU_ARGS ?= tests
 
-# One architecture keeps development quick; `make wheel` and setup.py by themselves build for all.
-SASSHA_CUDA_ARCHS ?= 80
+# This machine's GPU, such as 90; nothing where there is none.
+CARD = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader --id=0 2> /dev/null | tr -d .)
+# One architecture keeps development quick; `make wheel` and setup.py by themselves build for all. A report on a GPU has
+# code for that one too.
+COMMA := ,
+SASSHA_CUDA_ARCHS ?= 80$(if $(filter gpu-report,$(MAKECMDGOALS)),$(addprefix $(COMMA),$(filter-out 80,$(CARD))))
 $(INSTALLED) $(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
 
 .DEFAULT_GOAL := help
 .PHONY: help build sim test test-product test-large mutants prove-gpu prove-triton demo label-noise compare bench
-.PHONY: report backends scale docs lint format wheel clean fuzz fuzz-sanitized
+.PHONY: report gpu-report backends scale docs lint format wheel clean fuzz fuzz-sanitized test-vgpu mutants-vgpu
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
+# Beside a GPU torch is to be a build with CUDA, as PyPI has it. That one names the triton it goes with; the pinned triton
+# is for builds without CUDA, which bring none.
 $(INSTALLED): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	sed '$(if $(CARD),/^triton==/d)' requirements-dev.txt > $(VENV)/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	touch $@
 
@@ -75,7 +84,14 @@ fuzz-sanitized: $(SANITIZED) $(SIM) ## random runs of the CPU kernels under Addr
 mutants: $(BUILT) $(SIM) ## break the CUDA kernels in many ways and see that the tests notice each
 	$(BIN)/python tests/mutants.py
 
-prove-gpu: prove-triton ## read registers, accesses and occupancy from GPU machine code into docs/gpu.md; no GPU needed
+# Both bring their own environment with a CUDA build of torch, in VGPU_HOME; see tools/vgpu/README.md.
+test-vgpu: ## run the tests of the GPU on a virtual one, hours; VGPU_ARGS, and VGPU_POLICY=eager for the other order
+	$(PYTHON) tools/vgpu/run.py python -m pytest -p vgpu.plugin --device cuda $(VGPU_ARGS)
+
+mutants-vgpu: ## make four mistakes that only a device can show and see that its tests notice each
+	$(PYTHON) tools/vgpu/mutants.py
+
+prove-gpu: prove-triton ## read registers, accesses and occupancy from GPU machine code into docs/gpu-tables.md; no GPU needed
 	$(BIN)/python bench/prove_gpu.py
 
 demo: $(BUILT) ## train digits with AdamW, SAM and SASSHA side by side, and draw what came of it
@@ -97,13 +113,16 @@ $(BENCH):
 report: $(BUILT) $(BENCH) ## write build/report/index.html from the last `make bench`, which is run if there was none
 	$(BIN)/python -m bench.report --json $(BENCH)
 
+gpu-report: $(SIM) ## test and measure on this machine's GPU and write build/gpu-report/index.md; GPU_REPORT has options
+	$(BIN)/python -m tools.gpu_report $(GPU_REPORT)
+
 docs: $(INSTALLED) ## build the documentation into build/docs/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 scale: $(INSTALLED) ## compute the model of traffic between GPUs and write it into docs/scale.md
 	$(BIN)/python bench/scale.py
 
-prove-triton: $(BUILT) ## compile the Triton kernels for every GPU and write what they became into docs/gpu.md
+prove-triton: $(BUILT) ## compile the Triton kernels for every GPU and write what they became into docs/gpu-tables.md
 	$(BIN)/python -m bench.prove_triton
 
 backends: $(BUILT) ## print which backends run here

@@ -32,7 +32,7 @@ COMMON = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *QUIET,
     f"-DTORCH_TARGET_VERSION={TORCH_FLOOR}", *NUMERICS,
 ]  # fmt: skip
-KERNELS = ["norm", "perturb", "gap", "probe", "step"]  # csrc/cpu/*.cpp, compiled once per instruction set
+KERNELS = ["norm", "perturb", "gap", "unseen", "probe", "step"]  # csrc/cpu/*.cpp, compiled once per instruction set
 ISAS = {"generic": []}
 if platform.machine() in ("x86_64", "AMD64"):
     ISAS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
@@ -42,7 +42,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 
 # csrc/cuda/*.cu. No contraction and rounded division and roots, as everywhere.
-CUDA_SOURCES = ["ops", "norm", "perturb", "gap", "probe", "step"]
+CUDA_SOURCES = ["ops", "norm", "perturb", "gap", "unseen", "probe", "step"]
 CUDA_FLAGS = [
     "-std=c++17", "-O3", "-fmad=false", "--prec-div=true", "--prec-sqrt=true", "-ftz=false",
     "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", f"-DTORCH_TARGET_VERSION={TORCH_FLOOR}",

@@ -7,7 +7,7 @@ from measure import interleave, ratio, stopwatch, together
 from memory import watched
 from models import MODELS
 from settings import slug
-from training import EXACT, FORWARD, METHODS, ORDINARY, build, runs
+from training import EXACT, FORWARD, METHODS, ORDINARY, TRIED, asking, build, runs
 
 INTERVAL = 10  # steps from one refresh to the next
 ROUNDS = {"resnet20": 6, "gpt": 5}
@@ -18,6 +18,7 @@ COSTS = {
     "sam": (("sam", ORDINARY), ("sam", ORDINARY), None),
     "sassha exact": (("sassha", ORDINARY), ("sassha", EXACT), 2.35),
     "sassha finite difference": (("sassha", ORDINARY), ("sassha", FORWARD), 2.2),
+    "sassha quarter": (("sassha quarter", ORDINARY), ("sassha quarter", EXACT), 1.45),
     "g-sassha exact": (("g-sassha", ORDINARY), ("g-sassha", EXACT), None),
     "m-sassha exact": (("m-sassha", ORDINARY), ("m-sassha", EXACT), 1.35),
     "m-sassha finite difference": (("m-sassha", ORDINARY), ("m-sassha", FORWARD), 1.2),
@@ -30,6 +31,7 @@ COSTS = {
 ORDER = [
     ("adamw fused", ORDINARY), ("gradient", ORDINARY),
     ("m-sassha", ORDINARY), ("m-sassha", FORWARD), ("m-sassha", EXACT),
+    ("sassha quarter", ORDINARY), ("sassha quarter", EXACT),
     ("sophia-h", ORDINARY), ("sophia-h", EXACT), ("shampoo", ORDINARY), ("shampoo", EXACT),
     ("sam", ORDINARY), ("sassha", ORDINARY), ("g-sassha", ORDINARY), ("sassha", EXACT), ("g-sassha", EXACT),
     ("sassha", FORWARD), ("adahessian", EXACT), ("eager loop", ORDINARY), ("eager loop", EXACT),
@@ -91,3 +93,16 @@ def test_step(method, trained, record, say):
         f"refresh {parts[1]:5.2f}; peak MiB {peaks[ordinary]:.0f} / {peaks[refresh]:.0f}; "
         f"1 GC is {found[GC].median * 1e3:.0f} ms{note}"
     )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_suggestion(model, record, say):
+    """What it costs to ask for hyperparameters, once before training, with a quarter of the usual steps on trial."""
+    turns = {
+        "gradient": stopwatch(build(model, "gradient")[ORDINARY]),
+        "suggest": stopwatch(asking(*MODELS[model]())[ORDINARY]),
+    }
+    found = interleave(turns, 1, warmup=0)
+    cost = ratio(found["suggest"], found["gradient"]).median
+    record(found["suggest"], "suggest", model=model, gc_once=cost, steps=TRIED)
+    say(f"{model:<8} suggest, {TRIED} steps on trial: {cost:5.0f} GC, once")

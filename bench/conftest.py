@@ -8,8 +8,8 @@ its own clock. What a script needs to draw a report stands in ``extra_info``, so
 | bench | all | the file's word: norm, perturb, step, hvp, train, scaling, cuda |
 | contender | all | "sassha cpu" (cuda, triton, foreach, reference), "eager loop", "sam", "adahessian", "sophia-h", |
 | | | "shampoo", "adamw fused" (foreach, for-loop), "roofline", "copy", "get_total_norm", "bernoulli" |
-| | train | these, "gradient", "sassha exact" (finite difference), "g-sassha exact", "m-sassha exact" (finite |
-| | | difference) |
+| | train | these, "gradient", "sassha exact" (finite difference), "sassha quarter" (of the batch, for ascent and |
+| | | products), "g-sassha exact", "m-sassha exact" (finite difference), "suggest" |
 | | hvp | these, "exact", "finite difference", "central difference" |
 | threads, device | all | torch's number of threads, and "cpu" or "cuda" |
 | model | not on axes | "gpt", "resnet20", "small" |
@@ -29,6 +29,7 @@ its own clock. What a script needs to draw a report stands in ``extra_info``, so
 | gc, gc_low, gc_high | train | cost of a step in gradient computations, refreshed every ten steps, and quartiles |
 | | hvp | what a refresh adds to an ordinary step |
 | gc_ordinary, gc_refresh | train, hvp | cost of an ordinary step, and of one that refreshes |
+| gc_once, steps | train, suggest | cost of one suggestion, and its steps on trial |
 | ratio_to_sassha | train, g-sassha | its cost over that of SASSHA |
 | mib_ordinary, mib_refresh | train | peak of live tensors in MiB |
 | axis | scaling | what varies in the series of this contender and its calls: "parameters", "tensors", "threads" |

@@ -13,7 +13,7 @@ from sassha_fast import backends
 from sassha_fast._core.scalars import Request, step_scalars
 from sassha_fast._passes.layout import FLAGS, GAP_WORDS, GRAD, PRODUCT, TALLY_WORDS
 from sassha_fast._passes.reference import Members, Passes
-from sassha_fast._passes.table import TablePasses
+from sassha_fast._passes.table import TablePasses, common_power
 from sassha_fast.variant import Sample
 
 GROUP = {
@@ -119,7 +119,8 @@ class Kernels(Tensors):
         return made
 
     def _step(self, made: TablePasses, tallies: Tensor | None = None, squares: Tensor | None = None) -> None:
-        made.launch("step", self.numbers, 0, 0, None, int(Sample.ABS), False, False, tallies, squares, made.journal)
+        args = (self.numbers, 0, 0, None, int(Sample.ABS), False, False)
+        made.launch("step", *args, tallies, squares, made.journal, common_power(self.scalars))
 
     def norm(self) -> None:
         self.climbing.launch("square_sums", self.sums, GRAD, False)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from examples.networks import GPT, small_resnet
 
-Loss = Callable[[], Tensor]
+Loss = Callable[..., Tensor]  # of a share of the batch; without one, of all of it
 
 
 def resnet20() -> tuple[nn.Module, Loss]:
@@ -18,7 +18,12 @@ def resnet20() -> tuple[nn.Module, Loss]:
     torch.manual_seed(0)
     model = small_resnet(20, classes=10)
     x, y = torch.randn(128, 3, 32, 32), torch.randint(0, 10, (128,))
-    return model, lambda: F.cross_entropy(model(x), y)
+
+    def loss(share: float = 1.0) -> Tensor:
+        rows = round(len(x) * share)
+        return F.cross_entropy(model(x[:rows]), y[:rows])
+
+    return model, loss
 
 
 def gpt() -> tuple[nn.Module, Loss]:
@@ -26,7 +31,12 @@ def gpt() -> tuple[nn.Module, Loss]:
     torch.manual_seed(0)
     model = GPT(tokens=8192, length=128, layers=4, width=384, heads=6)
     tokens = torch.randint(0, 8192, (8, 129))
-    return model, lambda: F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def loss(share: float = 1.0) -> Tensor:
+        rows = tokens[: round(len(tokens) * share)]
+        return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+    return model, loss
 
 
 MODELS = {"resnet20": resnet20, "gpt": gpt}

@@ -1,8 +1,8 @@
 """``make prove-gpu``: compiles the CUDA kernels for several architectures and writes what their code says.
 
 Fails where a kernel spills, accesses memory in less than 128 bits, moves more bytes than the algorithm needs, or has
-too few of them in flight. Needs nvcc and no GPU. ``read_objects`` serves the test that checks what `make build` has
-compiled.
+too few of them in flight. Needs nvcc and no GPU. The tables go to docs/gpu-tables.md, a short one to docs/gpu.md.
+``read_objects`` serves the test that checks what `make build` has compiled.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sass import MAX_WARPS, ROOT, WARP, Kernel, occupancy, read, section, table
+from document import ROOT, SUMMARY, TABLES, section, table
+from sass import MAX_WARPS, WARP, Kernel, occupancy, read
 from shapes import count, gpt
 
 ARCHS = (80, 90, 100)
-SOURCES = ("norm", "perturb", "gap", "probe", "step")  # csrc/cuda/*.cu with kernels
+SOURCES = ("norm", "perturb", "gap", "unseen", "probe", "step")  # csrc/cuda/*.cu with kernels
 THREADS = 256  # kThreads in csrc/cuda/multi_tensor.cuh
 ITEM = {"float": 4, "double": 8, "bfloat16": 2, "float16": 2}
 POWERS = ("half", "one", "general")
@@ -31,6 +33,8 @@ FLOOR = {
     "momentum_ascent": (2, 1),
     "gap_sums": (2, 0),
     "decompose": (3, 0),
+    "unseen_sums": (2, 1),
+    "fill_unseen": (2, 2),
     "probe": (2, 0),
     "rademacher": (1, 0),
     "step": (3, 3),
@@ -40,6 +44,23 @@ FLOOR = {
 }
 # Vectors of an operand that a thread takes in one turn of the hot loop, where it is not one: kAhead in csrc/cuda.
 PAIRS = ("square_sum", "restore", "momentum_ascent", "probe")
+# The kernels of the short table, as the long ones name them, by pass; power ½, which is the default.
+SHORT = {
+    "norm": "square_sum",
+    "perturb": "perturb",
+    "restore": "restore",
+    "probe": "probe",
+    "rademacher": "rademacher",
+    "step": "step (half)",
+    "step, refresh": "refresh_step (half)",
+    "momentum ascent": "momentum_ascent",
+    "step, x in state": "step_in_state (half)",
+    "step, x in state, refresh": "refresh_step_in_state (half)",
+    "gap sums": "gap_sums",
+    "decompose": "decompose",
+}
+HEADER = ["kernel", "dtype", "registers", "shared", "spills", "128-bit loads / stores", "nothing narrower"]
+HEADER += ["bytes per parameter", "occupancy", "in flight"]
 # Bandwidth by the vendor's data sheet, GB/s.
 GPUS = {"A100 80 GB SXM": 2039, "H100 SXM": 3350}
 # What moves in one step: names of FLOOR.
@@ -154,6 +175,22 @@ def kernel_rows(kernels: dict[tuple[str, str, str], Kernel]) -> list[list[object
     return rows
 
 
+def short_table(long: Mapping[int, Sequence[Sequence[object]]]) -> str:
+    """One row for every pass on float32, out of the rows of all architectures."""
+    found = {arch: {row[0]: row for row in rows if row[1] == "float"} for arch, rows in long.items()}
+    archs = ", ".join(f"sm_{arch}" for arch in long)
+    rows: list[list[object]] = []
+    for shown, kernel in SHORT.items():
+        columns = {name: [rows[kernel][i] for rows in found.values()] for i, name in enumerate(HEADER)}
+        same = [" / ".join(dict.fromkeys(map(str, columns[name]))) for name in ("bytes per parameter", "spills")]
+        widest = "yes" if set(columns["nothing narrower"]) == {"yes"} else "no"
+        flying = " / ".join(str(cell).removesuffix(" KB") for cell in columns["in flight"])
+        flying = "writes only" if "only" in flying else flying
+        rows.append([shown, *same, widest, " / ".join(map(str, columns["registers"])), flying])
+    header = ["pass", "bytes per parameter", "spills", "128-bit words only", f"registers: {archs}"]
+    return table([*header, f"KB in flight: {archs}"], rows)
+
+
 def predictions() -> str:
     rows: list[list[object]] = []
     for what, parameters in ((f"{count(gpt()) / 1e6:.0f} M (`bench/shapes.py`)", count(gpt())), ("1,000 M", 10**9)):
@@ -164,14 +201,20 @@ def predictions() -> str:
     return table(["float32 parameters", "step", "bytes per parameter", *GPUS], rows)
 
 
+def write(long: Mapping[int, Sequence[Sequence[object]]]) -> None:
+    """Writes the rows of all architectures, and what follows from them."""
+    parts = [part for arch, rows in long.items() for part in (f"### sm_{arch}", table(HEADER, rows))]
+    section(TABLES, "cuda kernels", "\n\n".join(parts))
+    section(TABLES, "cuda predictions", predictions())
+    section(SUMMARY, "cuda passes", short_table(long))
+
+
 def main() -> None:
-    header = ["kernel", "dtype", "registers", "shared", "spills", "128-bit loads / stores", "nothing narrower"]
-    header += ["bytes per parameter", "occupancy", "in flight"]
-    parts, wrong = [], []
+    long, wrong = {}, []
     with tempfile.TemporaryDirectory() as folder:
         for arch in ARCHS:
             kernels = compile_for(arch, Path(folder))
-            parts += [f"### sm_{arch}", table(header, kernel_rows(kernels))]
+            long[arch] = kernel_rows(kernels)
             wrong += [
                 f"sm_{arch}: {' '.join(filter(None, name))}: {', '.join(found)}"
                 for name, kernel in kernels.items()
@@ -179,8 +222,7 @@ def main() -> None:
             ]
             least = min(bytes_in_flight(k) for (name, dtype, _), k in kernels.items() if dtype and name != "rademacher")
             print(f"prove-gpu: sm_{arch} read, at least {least / 1024:.0f} KB in flight", flush=True)
-    section("cuda kernels", "\n\n".join(parts))
-    section("cuda predictions", predictions())
+    write(long)
     if wrong:
         sys.exit("prove-gpu: " + "\nprove-gpu: ".join(wrong))
 

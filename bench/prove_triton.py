@@ -1,6 +1,6 @@
 """What can be known about the Triton kernels without a GPU: they are compiled for every target and read.
 
-    python -m bench.prove_triton                 the whole matrix; writes its section of docs/gpu.md
+    python -m bench.prove_triton                 the whole matrix; writes docs/gpu-tables.md, a sentence to docs/gpu.md
     python -m bench.prove_triton --json --targets sm_80 gfx942 --dtypes float32
 
 Checked for every kernel: no spilled register, full chunks move in words of 128 bits only, and what they move is what
@@ -21,12 +21,13 @@ from pathlib import Path
 
 import triton
 import triton.language as tl
-from sassha_fast.triton_kernels import access, gap, math, norm, perturb, probe, step
+from sassha_fast.triton_kernels import access, gap, math, norm, perturb, probe, step, unseen
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-DOCS = Path(__file__).parents[1] / "docs" / "gpu.md"
-BEGIN, END = "<!-- prove_triton: begin -->", "<!-- prove_triton: end -->"
+from bench.document import SUMMARY, TABLES
+from bench.document import section as write_section
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (75, 80, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -38,7 +39,7 @@ SLACK = 1.1
 # Types of the kernels' arguments. Pointers come from torch, which aligns them.
 TYPES = {
     **{name: "*i64" for name in ("table", "spans", "noise_draw")},
-    **{name: "*fp64" for name in ("scalars", "tallies", "squares", "partials", "totals", "h")},
+    **{name: "*fp64" for name in ("scalars", "tallies", "squares", "partials", "totals", "sums", "h")},
     **{name: "i64" for name in ("seed", "draw")},
     "chunks": "*i32",
     "scales": "*fp32",
@@ -106,6 +107,8 @@ KERNELS = (
     Kernel("restore", perturb.restore, {}, (2, 0)),
     Kernel("gap sums", gap.gap_sums, {}, (2, 0)),
     Kernel("decompose", gap.decompose, {}, (3, 0)),
+    Kernel("unseen sums", unseen.unseen_sums, {}, (2, 1)),
+    Kernel("fill unseen", unseen.fill_unseen, {}, (2, 2)),
     Kernel("rademacher", probe.rademacher, {}, (1, 0)),
     Kernel("probe", probe.probe, {}, (2, 0)),
     _step("step"),
@@ -256,7 +259,7 @@ def figures(kernel: Kernel, dtype: str, target: str) -> Figures:
     built = compiled(kernel.function, constants, kernel.types, TARGETS[target])
     read_binary = _amd if target.startswith("gfx") else _nvidia
     # Divisions and roots are made of fused steps, in PTX only those of the library's power.
-    read = read_binary(built.asm, divides=kernel.function is step.step)
+    read = read_binary(built.asm, divides=kernel.function in (step.step, unseen.fill_unseen))
     if kernel.constants.get("POWER") == math.ANY.value:
         read["contracted"] = read["approximate"] = 0
     moved = (read["loads"] + read["stores"]) * WORD * access.threads_of(DTYPES[dtype]) / CHUNK
@@ -306,7 +309,7 @@ How to read it, and where these kernels differ from the CUDA ones:
 
 
 def section(found: Sequence[Figures], targets: Sequence[str]) -> str:
-    """The figures as a section of docs/gpu.md."""
+    """The figures as a section of docs/gpu-tables.md."""
     cells = {(f.kernel, f.dtype, f.target): f for f in found}
     lines = [
         "## Triton",
@@ -335,16 +338,21 @@ def section(found: Sequence[Figures], targets: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def write(text: str) -> None:
-    """Puts the section between its markers in docs/gpu.md."""
-    if not DOCS.exists():
-        DOCS.parent.mkdir(exist_ok=True)
-        DOCS.write_text(f"# The GPU kernels, as far as compilers can tell\n\n{BEGIN}\n{END}\n")
-    page = DOCS.read_text()
-    if BEGIN not in page:
-        page = f"{page.rstrip()}\n\n{BEGIN}\n{END}\n"
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    DOCS.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+def summary(found: Sequence[Figures], targets: Sequence[str]) -> str:
+    """The figures in a sentence, for docs/gpu.md."""
+    spills, contracted = sum(f.spills for f in found), sum(f.contracted for f in found)
+    most = max(found, key=lambda f: f.registers)
+    return (
+        f"Triton {triton.__version__} compiled {len(found)} kernels for {', '.join(targets)}: {spills} spills, "
+        f"{contracted} contractions, full chunks in words of 128 bits alone and at the bytes of the "
+        f"algorithm; at most {most.registers} registers ({most.kernel}, {most.dtype}, {most.target})."
+    )
+
+
+def write(found: Sequence[Figures], targets: Sequence[str]) -> None:
+    """Puts both between their markers."""
+    write_section(TABLES, "prove_triton", section(found, targets))
+    write_section(SUMMARY, "triton kernels", summary(found, targets))
 
 
 def main() -> int:
@@ -364,10 +372,9 @@ def main() -> int:
     for fault in faults:
         print(fault)
     if not faults:
-        text = section(found, arguments.targets)
-        print(text)
+        print(section(found, arguments.targets))
         if asked == (list(TARGETS), list(DTYPES), names):
-            write(text)
+            write(found, arguments.targets)
     return 1 if faults else 0
 
 

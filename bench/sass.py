@@ -1,6 +1,6 @@
 """What the machine code of a GPU kernel says about its speed: accesses in the hot loop, registers, occupancy.
 
-Figures are read from the compiled code, not measured. ``section`` writes them into docs/gpu.md.
+Figures are read from the compiled code, not measured.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ import subprocess
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs" / "gpu.md"
-
 
 # ---- machine code -------------------------------------------------------------------------------------------------
 
@@ -204,23 +200,3 @@ def occupancy(arch: int, registers: int, shared: int, threads: int) -> float:
     by_shared = SHARED[arch] * 1024 // max(-(-taken // 128) * 128, RESERVED)
     blocks = min(by_registers, by_shared, MAX_WARPS[arch] // warps, 32)
     return blocks * warps / MAX_WARPS[arch]
-
-
-# ---- the document -------------------------------------------------------------------------------------------------
-
-
-def section(name: str, text: str) -> None:
-    """Replaces what stands between the markers of a section in docs/gpu.md."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    document = DOCUMENT.read_text()
-    if begin not in document or end not in document:
-        raise RuntimeError(f"{DOCUMENT} has no markers {begin} and {end}")
-    head, rest = document.split(begin)
-    tail = rest.split(end)[1]
-    DOCUMENT.write_text(f"{head}{begin}\n{text.strip()}\n{end}{tail}")
-
-
-def table(header: list[str], rows: list[list[object]]) -> str:
-    """A table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -12,9 +12,10 @@ from models import MODELS, Loss
 from torch import nn
 from torch.optim import Optimizer
 
-from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, AdaHessian, SophiaH
+from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, AdaHessian, SophiaH, suggest
 
 RHO, LR = 0.05, 1e-4
+TRIED = 8  # steps on trial of a suggestion, of 32 by default
 ORDINARY, EXACT = "ordinary", "exact"
 FORWARD, CENTRAL = "finite difference", "central difference"
 
@@ -79,6 +80,37 @@ def family(
     return {kind: partial(step, kind) for kind in kinds}
 
 
+def quarter(model: nn.Module, loss: Loss) -> Steps:
+    """SASSHA with ascent and products from a quarter of the batch."""
+    opt = SASSHA(model.parameters(), lr=LR, rho=RHO)
+    opt.attach(model)
+    whole, part = partial(_closure, opt, loss, 1.0), partial(_closure, opt, loss, 1 / 4)
+
+    def step(kind: str) -> None:
+        opt.lazy_hessian = NEVER if kind == ORDINARY else 1
+        opt.step(whole, ascent_closure=part, hessian_closure=part)
+
+    return {kind: partial(step, kind) for kind in (ORDINARY, EXACT)}
+
+
+def _closure(opt: Optimizer, loss: Loss, share: float) -> torch.Tensor:
+    opt.zero_grad()
+    value = loss(share)
+    value.backward()
+    return value
+
+
+def asking(model: nn.Module, loss: Loss) -> Steps:
+    """Suggestions of hyperparameters, from few steps on trial."""
+
+    def closure() -> torch.Tensor:
+        value = loss()
+        value.backward()
+        return value
+
+    return {ORDINARY: lambda: suggest(model, closure, steps=TRIED)}
+
+
 def eager(model: nn.Module, loss: Loss) -> Steps:
     """The authors' loop: a graph on every step, whether it is used or not."""
     opt = EagerSASSHA(model.parameters(), lr=LR, rho=RHO)
@@ -116,6 +148,7 @@ METHODS: dict[str, Callable[[nn.Module, Loss], Steps]] = {
     "adamw fused": adamw,
     "sam": sam,
     "sassha": partial(family, make=SASSHA, kinds=(ORDINARY, EXACT, FORWARD), rho=RHO),
+    "sassha quarter": quarter,
     "g-sassha": partial(family, make=GSASSHA, kinds=(ORDINARY, EXACT), rho=RHO, alpha=0.1),
     "m-sassha": partial(family, make=MSASSHA, kinds=(ORDINARY, EXACT, FORWARD), rho=RHO),
     "adahessian": partial(family, make=AdaHessian, kinds=(EXACT,)),

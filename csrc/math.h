@@ -126,6 +126,23 @@ SASSHA_HD C curvature(C d, C sample, const StepScalars<C>& s) {
   return is_unknown(d) ? s.first * sample : averaged;
 }
 
+// Whether a refresh with this tally did not see every element of a row that has a product.
+SASSHA_HD bool left_some_out(const Row& row, const Tally& tally) {
+  return row.product != 0 && tally.seen < static_cast<double>(row.numel);
+}
+
+// Whether there are elements to give a mean to, and others to take it of.
+SASSHA_HD bool has_mean(const Unseen& sums) { return sums.elements > 0 && sums.known > 0; }
+
+// The curvature of elements that no refresh has seen: the mean of the others. Rounding to float32 hides the order in
+// which they were added, which no two backends share.
+SASSHA_HD float mean_curvature(const Unseen& sums) { return static_cast<float>(sums.curvature / sums.known); }
+
+template <typename C>
+SASSHA_HD C filled(C d, C product, C g, C mean) {
+  return is_unknown(d) && is_unseen(product, g, false) ? mean : d;
+}
+
 // What Row::product holds on a refresh.
 enum class Product {
   kNone,      // nothing: D stays

@@ -114,4 +114,12 @@ struct Tally {
 };
 constexpr int64_t kTallyWords = sizeof(Tally) / sizeof(double);
 
+// What a refresh left out in one piece of a tensor, and what is known of the rest.
+struct Unseen {
+  double elements;   // whose gradient and product are both 0
+  double known;      // elements with a curvature
+  double curvature;  // the sum of theirs
+};
+constexpr int64_t kUnseenWords = sizeof(Unseen) / sizeof(double);
+
 }  // namespace sassha

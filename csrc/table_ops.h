@@ -84,6 +84,8 @@ inline void define_table_ops(torch::stable::detail::StableLibrary& m) {
       "int[] counts=[]) -> ()");
   m.def("table_gap_sums(Tensor table, Tensor(a!) sums, Tensor? chunks=None, int[] counts=[]) -> ()");
   m.def("table_decompose(Tensor table, Tensor scales, Tensor? chunks=None, int[] counts=[]) -> ()");
+  m.def("table_unseen_sums(Tensor table, Tensor tallies, Tensor(a!) sums, Tensor? chunks=None, int[] counts=[]) -> ()");
+  m.def("table_fill_unseen(Tensor table, Tensor sums, Tensor? chunks=None, int[] counts=[]) -> ()");
 }
 
 template <typename Device>
@@ -170,6 +172,30 @@ struct TableOps {
     Device::decompose(Rows(call.op, table, chunks, counts), data<const GapScales>(scales));
   }
 
+  // After a refresh, as long as its gradients and products are there. Rows without a product are left alone.
+  static void unseen_sums(Tensor table, Tensor tallies, Tensor sums, Optional chunks, Ints counts) {
+    const Call call("sassha_table_unseen_sums", table);
+    call.check("tallies", tallies, ScalarType::Double, {table.size(0), kTallyWords});
+    call.check("sums", sums, ScalarType::Double, {table.size(0), kUnseenWords});
+    call.check_rows({kGrad, kHessian});
+    Device::unseen_sums(Rows(call.op, table, chunks, counts), data<const Tally>(tallies), data<Unseen>(sums));
+  }
+
+  static void fill_unseen(Tensor table, Tensor sums, Optional chunks, Ints counts) {
+    const Call call("sassha_table_fill_unseen", table);
+    call.check("sums", sums, ScalarType::Double, {table.size(0), kUnseenWords});
+    call.check_rows({kGrad, kHessian});
+    if (table.is_cpu()) {
+      for (int64_t i = 0; i < table.size(0); ++i) {
+        const Row& row = data<const Row>(table)[i];
+        STD_TORCH_CHECK(row.product != 0 || row.numel == 0 || !has_mean(data<const Unseen>(sums)[i]), call.op, ": row ",
+                        i, " of table has no address in column ", static_cast<int64_t>(kProduct),
+                        ", but sums has elements of it");
+      }
+    }
+    Device::fill_unseen(Rows(call.op, table, chunks, counts), data<const Unseen>(sums));
+  }
+
   static void register_in(torch::stable::detail::StableLibrary& m) {
     m.impl("table_square_sums", TORCH_BOX(&TableOps::square_sums));
     m.impl("table_perturb", TORCH_BOX(&TableOps::perturb));
@@ -178,6 +204,8 @@ struct TableOps {
     m.impl("table_momentum_ascent", TORCH_BOX(&TableOps::momentum_ascent));
     m.impl("table_gap_sums", TORCH_BOX(&TableOps::gap_sums));
     m.impl("table_decompose", TORCH_BOX(&TableOps::decompose));
+    m.impl("table_unseen_sums", TORCH_BOX(&TableOps::unseen_sums));
+    m.impl("table_fill_unseen", TORCH_BOX(&TableOps::fill_unseen));
   }
 
  private:

@@ -8,6 +8,7 @@ from .relatives import GSASSHA, AdaHessian, SophiaH
 from .sam import SAM
 from .sassha import SASSHA
 from .stats import Stats
+from .suggestion import Suggestion, suggest
 
 __all__ = [
     "GSASSHA",
@@ -18,8 +19,10 @@ __all__ = [
     "ModelReport",
     "SophiaH",
     "Stats",
+    "Suggestion",
     "__version__",
     "backends",
     "check_model",
     "schedules",
+    "suggest",
 ]

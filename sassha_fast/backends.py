@@ -15,6 +15,7 @@ from ._passes import library
 from ._passes.foreach import ForeachPasses
 from ._passes.reference import Passes
 from ._version import __version__
+from .checks import is_one_of, shown
 
 __all__ = ["Backend", "available", "choose", "names", "report", "resolve"]
 
@@ -127,8 +128,8 @@ def resolve(backend: str, *, foreach: bool | None = None, fused: bool | None = N
     Raises:
         ValueError: For an unknown name, or flags that contradict each other or ``backend``.
     """
-    if backend not in ("auto", "fused", *_REGISTRY):
-        raise ValueError(f"{caller}: backend is {backend!r}, expected 'auto', 'fused' or one of {names()}")
+    if not is_one_of(backend, ("auto", "fused", *_REGISTRY)):
+        raise ValueError(f"{caller}: backend is {shown(backend)}, expected 'auto', 'fused' or one of {names()}")
     if foreach and fused:
         raise ValueError(f"{caller}: foreach=True and fused=True exclude each other; set one of them, or backend=")
     asked = backend

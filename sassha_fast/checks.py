@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+import os
+import sys
+from collections.abc import Hashable, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 __all__ = [
+    "as_integer",
     "as_number",
     "check_choice",
     "check_count",
@@ -20,13 +25,16 @@ __all__ = [
     "check_overlap",
     "check_param",
     "check_positive",
+    "is_one_of",
     "is_step_count",
     "parameter_name",
     "refuse_saved",
     "shown",
+    "user_level",
 ]
 
 MOST_SHOWN = 80  # characters of a value in an error
+_INNER = tuple(f"{Path(str(file)).parent}{os.sep}" for file in (torch.__file__, __file__))
 MOST_STEPS = 2**31  # what counts on a device can hold, and more than anybody takes
 
 
@@ -47,6 +55,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
+def user_level() -> int:
+    """``stacklevel`` of a warning for the line that called us: the first frame that is neither torch's nor ours."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def as_number(value: Any) -> float | None:
     """A real number, or a tensor of one, as a float; None for anything else, flags and text included."""
     if isinstance(value, Tensor):
@@ -60,6 +76,21 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except OverflowError:  # an integer beyond all floats
         return None
+
+
+def as_integer(value: Any) -> int | None:
+    """An integer of any library as an int; None for anything else, flags and tensors included."""
+    if isinstance(value, (bool, Tensor)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def is_one_of(value: Any, choices: Sequence[Any]) -> bool:
+    """Whether it is a choice. Arrays, whose comparison is an array, are none."""
+    return isinstance(value, Hashable) and not isinstance(value, Tensor) and value in choices
 
 
 def is_step_count(value: Any) -> bool:
@@ -93,35 +124,48 @@ def check_positive(name: str, value: Any, *, caller: str) -> None:
 
 def check_flag(name: str, value: Any, *, caller: str) -> None:
     """Raises ValueError unless ``value`` is True or False, or None in the place of a default."""
-    if isinstance(value, Tensor) or value not in (True, False, None):
-        raise ValueError(f"{caller}: {name} is {value!r}, expected True or False")
+    if not is_one_of(value, (True, False, None)):
+        raise ValueError(f"{caller}: {name} is {shown(value)}, expected True or False")
 
 
-def check_count(name: str, value: Any, least: int = 1, *, caller: str) -> None:
-    """Raises ValueError unless ``value`` is an integer of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{caller}: {name} is {value!r}, expected an integer of at least {least}")
+def check_count(name: str, value: Any, least: int = 1, *, caller: str) -> int:
+    """Returns ``value`` as an int. Raises ValueError unless it is an integer of at least ``least``."""
+    number = as_integer(value)
+    if number is None or number < least:
+        raise ValueError(f"{caller}: {name} is {shown(value)}, expected an integer of at least {least}")
+    return number
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...], *, caller: str) -> None:
     """Raises ValueError unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{caller}: {name} is {value!r}, expected one of {list(choices)}")
+    if not is_one_of(value, choices):
+        raise ValueError(f"{caller}: {name} is {shown(value)}, expected one of {list(choices)}")
 
 
 def check_param(name: str, param: Any, *, caller: str) -> None:
-    """Raises ValueError for a parameter that is sparse, expanded, complex or not floating point."""
+    """Raises ValueError for a parameter that is sparse, complex, not floating point or whose elements share memory."""
     if not isinstance(param, Tensor):
         return  # torch's own error names the type
     if param.is_complex() or not param.is_floating_point():
         raise ValueError(f"{caller}: {name} is {param.dtype}, expected a real floating-point dtype")
     if param.layout != torch.strided:
         raise ValueError(f"{caller}: {name} has layout {param.layout}, expected a dense tensor")
-    if any(step == 0 and size > 1 for step, size in zip(param.stride(), param.shape, strict=True)):
+    if not is_lazy(param) and _overlaps_itself(param):
         raise ValueError(
-            f"{caller}: {name} is expanded (shape {tuple(param.shape)}, strides {param.stride()}), so elements share "
-            "memory and can't be updated one by one; pass a copy of it, as of p.contiguous()"
+            f"{caller}: {name} is expanded or overlaps itself (shape {tuple(param.shape)}, strides {param.stride()}), "
+            "so elements share memory and can't be updated one by one; pass a copy of it, as of p.contiguous()"
         )
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    """Whether two elements of a tensor have one address."""
+    reach = 0  # of the dimensions with smaller strides, in elements
+    for step, size in sorted((step, size) for step, size in zip(t.stride(), t.shape, strict=True) if size > 1):
+        if step <= reach:  # the usual sign of it, and for strides such as (2, 3) a false one
+            places = torch.arange(_reach(t) + 1, device="cpu").as_strided(t.shape, t.stride())
+            return bool(places.unique().numel() < t.numel())  # type: ignore[no-untyped-call]
+        reach += (size - 1) * step
+    return False
 
 
 def check_overlap(names: Sequence[str], tensors: Sequence[Tensor], *, caller: str) -> None:
@@ -134,32 +178,55 @@ def check_overlap(names: Sequence[str], tensors: Sequence[Tensor], *, caller: st
         for i, t in enumerate(tensors)
         if not is_lazy(t) and t.device.type != "meta" and t.numel() > 0
     )
-    widest: tuple[int, int, int] | None = None  # the range that reaches furthest so far
-    for found in ranges:
-        if widest is not None and found[0] < widest[1] and _share(tensors[widest[2]], tensors[found[2]]):
-            one, other = sorted((widest[2], found[2]))
-            raise ValueError(
-                f"{caller}: {names[one]} and {names[other]} share memory, so a step would move their elements twice; "
-                "pass one of them, and let modules that share weights share the Parameter itself"
-            )
-        widest = found if widest is None or found[1] > widest[1] else widest
+    cluster: list[int] = []  # whose ranges hang together
+    end = 0
+    for start, stop, i in [*ranges, (math.inf, 0, -1)]:
+        if start >= end:
+            pair = _sharing(tensors, cluster) if len(cluster) > 1 else None
+            if pair is not None:
+                one, other = pair
+                raise ValueError(
+                    f"{caller}: {names[one]} and {names[other]} share memory, so a step would move their elements "
+                    "twice; pass one of them, and let modules that share weights share the Parameter itself"
+                )
+            cluster, end = [], 0
+        cluster.append(i)
+        end = max(end, stop)
 
 
 def _extent(t: Tensor) -> int:
     """Bytes from the first element to the end of the last."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return (last + 1) * t.element_size()
+    return (_reach(t) + 1) * t.element_size()
 
 
-def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose ranges overlap have a byte in common."""
-    if all(torch.ops.aten.is_non_overlapping_and_dense(t) for t in (a, b)):
-        return True
-    start = min(a.data_ptr(), b.data_ptr())
-    end = max(t.data_ptr() + _extent(t) for t in (a, b))
-    taken = torch.zeros(end - start, dtype=torch.int8, device="cpu")
-    for t in (a, b):
-        size = t.element_size()
-        strides = [stride * size for stride in t.stride()]
-        taken.as_strided((*t.shape, size), (*strides, 1), t.data_ptr() - start).add_(1)
-    return bool((taken > 1).any())
+def _reach(t: Tensor) -> int:
+    """Elements of memory from the first element to the last."""
+    return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+
+
+def _sharing(tensors: Sequence[Tensor], cluster: Sequence[int]) -> tuple[int, int] | None:
+    """Two tensors of a cluster that have a byte in common, None if there are none.
+
+    Each marks its bytes in one map of the whole range, so that the work is that of reading the cluster once.
+    """
+    origin = tensors[cluster[0]].data_ptr()
+    size = max(tensors[i].data_ptr() + _extent(tensors[i]) for i in cluster) - origin
+    taken = torch.zeros(size, dtype=torch.bool, device="cpu")
+    for place, i in enumerate(cluster):
+        mine = _bytes(taken, tensors[i], origin)
+        if bool(mine.any()):
+            for other in cluster[:place]:
+                whole = torch.zeros_like(taken)
+                _bytes(whole, tensors[other], origin).fill_(True)
+                if bool(_bytes(whole, tensors[i], origin).any()):
+                    one, two = sorted((other, i))
+                    return one, two
+        mine.fill_(True)
+    return None
+
+
+def _bytes(room: Tensor, t: Tensor, origin: int) -> Tensor:
+    """The elements of a map of bytes that begins at ``origin`` which belong to a tensor."""
+    size = t.element_size()
+    strides = [stride * size for stride in t.stride()]
+    return room.as_strided((*t.shape, size), (*strides, 1), t.data_ptr() - origin)

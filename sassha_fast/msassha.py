@@ -120,6 +120,7 @@ class MSASSHA(FusedOptimizer):
         self._refuse_probes("eval")
         if self.evaluating:
             return
+        self._momentum.recover(self.parts)
         try:
             self._momentum.show_x(self.parts)
             self._set_evaluating(True)
@@ -211,6 +212,7 @@ class MSASSHA(FusedOptimizer):
         """
         self._refuse_in_closure("probe_weights")
         self._momentum.refuse_evaluating(self.parts, "probe_weights")
+        self._momentum.recover(self.parts)
         step = self._current()
         if step is None or step.phase is Phase.COLLECTED:
             step = self._begin()
@@ -240,12 +242,10 @@ class MSASSHA(FusedOptimizer):
                 self._refuse_probes("step")
             self.take_products()
             return
+        self._momentum.recover(self.parts)
         changed = self._momentum.changed()
         if changed is not None:
-            raise RuntimeError(
-                f"{self._parts.options.caller}.step: {changed} changed in place while holding x + ε, and the update of "
-                "x would lose that; change weights within `with opt.true_weights():`. opt.eval() goes back to x now"
-            )
+            self._momentum.refuse_changed(self._parts, changed)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -273,13 +273,17 @@ class MSASSHA(FusedOptimizer):
     @override
     def _load(self, state_dict: dict[str, Any]) -> None:
         lazy_hessian = self._parts.options.lazy_hessian
-        if not self.evaluating:
-            self._momentum.show_x(self.parts)  # parameters whose state the checkpoint does not have keep their x
+        self._momentum.recover(self.parts)
+        # Parameters whose state the checkpoint does not have keep their x, or what somebody has loaded over x + ε.
+        shown = [] if self.evaluating else self._momentum.untouched(self.parts)
+        if shown:
+            self._momentum.show_x(self.parts, shown)
         try:
             self._take_checkpoint(state_dict, lazy_hessian)
         except BaseException:
-            if not self.evaluating:
-                self._momentum.derive(self.parts)
+            if shown:
+                self._momentum.derive(self.parts, shown)
+                self._momentum.watch(self.parts, shown)
             raise
 
     def _take_checkpoint(self, state_dict: dict[str, Any], lazy_hessian: int) -> None:

@@ -121,7 +121,7 @@ def plot_surface(surface: Surface, ax: Axes | None = None, *, levels: int = 20, 
     if low == high:  # contours need a range
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
     ends = (math.log(low), math.log(high)) if log else (low, high)
-    values = torch.linspace(*ends, levels, dtype=torch.float64)
+    values = torch.linspace(*ends, levels, dtype=torch.float64, device="cpu")
     bounds = (values.exp() if log else values).tolist()
     bounds[0], bounds[-1] = low, high  # rounding must not leave out the extremes
     ma = extra("numpy", "plot_surface").ma

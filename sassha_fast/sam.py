@@ -1,4 +1,4 @@
-"""SAM, ASAM and GSAM on any optimizer of torch: the ascent of SASSHA, and the descent of somebody else."""
+"""SAM, ASAM and GSAM on optimizers of torch: the ascent of SASSHA, and the descent of somebody else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -35,7 +36,8 @@ class SAM(FusedOptimizer):
 
     Args:
         params: Parameters, named parameters or dicts of parameter groups.
-        base_optimizer: Class of the optimizer that descends.
+        base_optimizer: Class of the optimizer that descends: any whose ``step`` needs no closure, as LBFGS's does, and
+            that has no hyperparameter ``rho``, ``alpha`` or ``perturb_eps``, as RMSprop, ASGD and Adadelta have.
         rho: Radius of the ascent. May differ between parameter groups.
         adaptive: ASAM's scaling of ε by the weights.
         adaptive_bias: Whether it covers parameters of one dimension too.
@@ -94,12 +96,18 @@ class SAM(FusedOptimizer):
             backend=backends.resolve(backend, caller=name),
             seed=seed,
         )
-        theirs = base_optimizer([torch.zeros(1, requires_grad=True)], **options).defaults
+        if _needs_closure(base_optimizer):
+            raise TypeError(
+                f"{name}: {base_optimizer.__name__}.step needs a closure, as it runs passes of its own, but SAM's "
+                "descent has the gradient at x + ε alone; use a base optimizer whose step() needs none"
+            )
+        params = params if isinstance(params, (Tensor, dict)) else list(params)  # type: ignore[assignment]
+        theirs = base_optimizer([_small(params)], **options).defaults
         own = {"rho": rho, "perturb_eps": perturb_eps, "alpha": alpha, "rho_step": 0, "ascents": 0}
         taken = sorted(theirs.keys() & own.keys())
         if taken:
             raise TypeError(
-                f"SAM: {base_optimizer.__name__} has hyperparameters {taken} of its own, which SAM's would replace; "
+                f"{name}: {base_optimizer.__name__} has hyperparameters {taken} of its own, which SAM's would replace; "
                 "use another base optimizer, or a subclass with other names for them"
             )
         super().__init__(params, chosen, {**theirs, **own})
@@ -150,6 +158,21 @@ class SAM(FusedOptimizer):
             self._use(state["base_optimizer"])
 
 
+def _needs_closure(base_optimizer: type[Optimizer]) -> bool:
+    """Whether its ``step`` can't be called without an argument."""
+    _, *rest = inspect.signature(base_optimizer.step).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in rest)
+
+
+def _small(params: Any) -> Tensor:
+    """A tensor of one element with the dimensions of the first parameter: some optimizers take only matrices."""
+    first = next(iter(params), None)
+    while isinstance(first, (dict, tuple, list)):
+        first = next(iter(first["params"]), None) if isinstance(first, dict) else first[-1]
+    dimensions = first.dim() if isinstance(first, Tensor) and not is_lazy(first) else 1
+    return torch.zeros([1] * dimensions, requires_grad=True, device="cpu")
+
+
 class BaseSchema:
     """What a checkpoint holds for the base optimizer. It is asked by taking a step with a small parameter.
 
@@ -175,6 +198,8 @@ class BaseSchema:
             if expected is not None:
                 refuse_saved(f"{key!r} of group {number}", saved[key], expected, caller=self._caller)
         for param in live["params"]:
+            if is_lazy(param):
+                continue  # has no state either
             kind = (number, param.dim(), param.dtype, param.device)
             if kind not in self._kept:
                 self._kept[kind] = self._asked(saved, live, number, param)

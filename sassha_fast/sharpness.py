@@ -189,7 +189,7 @@ class Sharpness(Spectrum):
             for t in steps.tolist():
                 losses.append(self._loss_at(t * vector))
                 tick()
-        return Curve(steps, torch.tensor(losses, dtype=torch.float64), vector, kind)
+        return Curve(steps, torch.tensor(losses, dtype=torch.float64, device="cpu"), vector, kind)
 
     def surface(
         self, directions: str | tuple[Tensor, Tensor] = "random", radius: float = 1.0, points: int = 21
@@ -217,7 +217,7 @@ class Sharpness(Spectrum):
                 f"{caller}: directions is {directions!r}, expected 'random', 'eigenvectors' or two vectors"
             )
         steps = _symmetric(radius, points)
-        losses = torch.empty(points, points, dtype=torch.float64)
+        losses = torch.empty(points, points, dtype=torch.float64, device="cpu")
         with self._bar(f"surface ({kind})", points**2) as tick:
             for i, s in enumerate(steps.tolist()):
                 for j, t in enumerate(steps.tolist()):
@@ -237,4 +237,4 @@ class Sharpness(Spectrum):
 
 def _symmetric(radius: float, points: int) -> Tensor:
     """From −radius to radius, both and an odd grid's 0 exactly."""
-    return torch.arange(1 - points, points, 2, dtype=torch.float64) / (points - 1) * radius
+    return torch.arange(1 - points, points, 2, dtype=torch.float64, device="cpu") / (points - 1) * radius

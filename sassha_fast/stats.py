@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -12,12 +14,35 @@ __all__ = ["Stats"]
 
 
 def _unknown() -> Tensor:
-    return torch.tensor(float("nan"), dtype=torch.float64)
+    return torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
+
+
+class _Count:
+    """A count of refreshes. On a device the last one is not counted before somebody asks."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    @overload
+    def __get__(self, stats: None, owner: type) -> int: ...
+    @overload
+    def __get__(self, stats: Stats, owner: type) -> int: ...
+    def __get__(self, stats: Stats | None, owner: type) -> int:
+        if stats is None:
+            return 0  # where it starts
+        stats.count_late()
+        count: int = vars(stats)[self._name]
+        return count
+
+    def __set__(self, stats: Stats, value: int) -> None:
+        vars(stats)[self._name] = value
 
 
 @dataclass
 class Stats:
-    """Numbers of the most recent step and refresh. Tensors live on the parameters' device; reading one synchronises.
+    """Numbers of the most recent step and refresh.
+
+    Tensors live on the parameters' device. Reading one waits for the device, as does a count of refreshes after one.
 
     Attributes:
         trace: Σ z⊙Hz of the last refresh, an estimate of the trace of the Hessian.
@@ -30,18 +55,31 @@ class Stats:
         descent_norm: Norm of the gradient at x + ε before clipping, where ``max_grad_norm`` or a check asked for it.
         square_sums: Squared norm of the first gradient, per group (of |x|⊙g with ``adaptive``).
         scales: Length of ε over length of g, per group.
+        late: Counts the last refresh, if that is still to be done.
     """
 
     trace: Tensor = field(default_factory=_unknown)
     negative_share: Tensor = field(default_factory=_unknown)
     ascent_gap: Tensor = field(default_factory=_unknown)
-    refreshes: int = 0
-    partial_refreshes: int = 0
-    skipped_refreshes: int = 0
+    refreshes: _Count = _Count()
+    partial_refreshes: _Count = _Count()
+    skipped_refreshes: _Count = _Count()
     skipped_steps: int | Tensor = 0
     descent_norm: Tensor = field(default_factory=_unknown)
     square_sums: Tensor = field(default_factory=_unknown)
     scales: Tensor = field(default_factory=_unknown)
+    late: Callable[[], Any] | None = field(default=None, repr=False)
+
+    def count_late(self) -> None:
+        """Counts the last refresh, if that is still to be done; waits for the device then."""
+        late, self.late = self.late, None
+        if late is not None:
+            late()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: what is to be counted is counted before."""
+        self.count_late()
+        return {**vars(self), "late": None}
 
     @property
     def grad_norm(self) -> Tensor:

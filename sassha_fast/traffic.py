@@ -35,6 +35,9 @@ PASSES = {
     "momentum_ascent": Traffic(("backup", "exp_avg"), ("param",)),
     "gap_sums": Traffic(("grad", "first")),
     "decompose": Traffic(("grad", "first"), ("grad",)),
+    # After a refresh, of tensors alone of which it did not see every element.
+    "unseen_sums": Traffic(("grad", "product", "hessian")),
+    "fill_unseen": Traffic(("grad", "product", "hessian"), ("hessian",)),
 }
 
 # The passes of an ordinary step from a closure, and of one that refreshes the curvature by exact products.

@@ -308,6 +308,13 @@ class MixedPasses:
     def gap_sums(self) -> Tensor:
         return sum(passes.gap_sums() for passes, _ in self.parts)
 
+    def unseen_sums(self) -> Tensor:
+        return torch.stack(self._merged([passes.unseen_sums() for passes, _ in self.parts]))
+
+    def fill_unseen(self, sums: Tensor) -> None:
+        for passes, at in self.parts:
+            passes.fill_unseen(sums[at].contiguous())
+
     def weight_square_sum(self) -> float:
         return sum(passes.weight_square_sum() for passes, _ in self.parts)
 

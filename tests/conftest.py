@@ -24,9 +24,11 @@ ON_ANY_DEVICE = {
     "test_step",
     "test_x_in_state",
     "test_gap",
+    "test_unseen_passes",
     "test_philox",
     "test_parity",
     "test_cuda_device",
+    "test_cuda_counts",
 }
 
 

@@ -12,15 +12,7 @@ import torch
 from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, AdaHessian, SophiaH, schedules
 
 # Defects that are known and mended elsewhere. A name here keeps the fuzzer away from them; without it, it looks again.
-EXCLUDED = frozenset(
-    {
-        "overlapping parameters",  # views of one memory, or a parameter twice: not restored by kernels
-        "capturable with skip_nonfinite",  # skipped refreshes are counted differently
-        "differences of 16-bit channels_last",  # D of kernels and reference differ
-        "parameters that change shape or dtype",  # at the same address
-        "perturb_eps 0",  # a gradient of zeros is divided by its norm
-    }
-)
+EXCLUDED: frozenset[str] = frozenset()
 
 DTYPES = {"float32": 6, "float64": 2, "bfloat16": 2, "float16": 1}
 METHODS = {"SASSHA": 6, "GSASSHA": 3, "MSASSHA": 4, "AdaHessian": 2, "SophiaH": 2, "SAM": 2}
@@ -245,7 +237,8 @@ def _action(rng: Random, method: str, tensors: int, excluded: frozenset[str]) ->
             },
             **{"skip": 1, "reload": 2, "resume": 1, "copy": 1, "set": 1, "absent": 1},
             **({"switch": 2} if method == "MSASSHA" else {}),
-            **({} if "parameters that change shape or dtype" in excluded else {"other dtype": 1}),
+            # The state of SAM is its base optimizer's, whose errors are torch's own.
+            **({} if method == "SAM" or "parameters that change shape or dtype" in excluded else {"other dtype": 1}),
         },
     )
     how: dict[str, Any] = {}

@@ -74,7 +74,7 @@ class Run:
     def __init__(self, net: Net | Large, method: type[Any], way: str, options: dict[str, Any]) -> None:
         self.net, self.way, self.t = net, way, 0
         self.opt = method(net.groups(), **options)
-        if way == "closure":
+        if way.endswith("closure"):
             self.opt.attach(self.net)
         else:  # statistics and random numbers are then the user's business
             self.net.eval()
@@ -85,6 +85,8 @@ class Run:
         opt, loss = self.opt, self.net.loss
         if self.way == "closure":
             call(opt.step, self.closure)
+        elif self.way == "ascent closure":
+            call(self.step_apart, self.closure)
         else:
             if not isinstance(opt, MSASSHA):
                 loss().backward()
@@ -100,6 +102,10 @@ class Run:
             call(opt.step)
             call(opt.zero_grad)
         self.t += 1
+
+    def step_apart(self, closure: Call) -> None:
+        """A step whose ascent has a closure of its own."""
+        self.opt.step(closure, ascent_closure=closure)
 
     def closure(self) -> Tensor:
         self.opt.zero_grad()

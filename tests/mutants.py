@@ -283,6 +283,30 @@ MUTANTS = (
     Mutant(
         "decompose adds the orthogonal part", "math.h", "g2 - alpha * (g - share * g2)", "g2 + alpha * (g - share * g2)"
     ),
+    # ---- unseen
+    Mutant("unseen sums of one dtype over another's", "cuda/unseen.cu", "partials + first", "partials"),
+    Mutant("unseen sums without the last chunk", "cuda/unseen.cuh", "i < span.count;", "i < span.count - 1;"),
+    Mutant("unseen sums count unknown curvature", "cuda/unseen.cuh", "is_unknown(d) ? 0 : 1", "1"),
+    Mutant(
+        "unseen sums trust the product's address",
+        "cuda/unseen.cuh",
+        "aligned(row.grad, row.product, row.hessian)",
+        "aligned(row.grad, row.hessian)",
+    ),
+    Mutant("rows that were seen are added up", "math.h", "row.product != 0 && tally.seen <", "row.product != 0 && 0 *"),
+    Mutant(
+        "known curvature is filled",
+        "math.h",
+        "is_unknown(d) && is_unseen(product, g, false)",
+        "is_unseen(product, g, false)",
+    ),
+    Mutant("lost curvature is filled", "math.h", "&& is_unseen(product, g, false) ? mean", "? mean"),
+    Mutant(
+        "the mean is not rounded to float32",
+        "math.h",
+        "SASSHA_HD float mean_curvature",
+        "SASSHA_HD double mean_curvature",
+    ),
 )
 
 
@@ -320,7 +344,10 @@ def survives(folder: Path) -> bool:
         "-p",
         "no:cacheprovider",
     ]
-    tests = [f"tests/test_{name}.py" for name in ("cuda", "norm", "perturb", "step", "probe", "x_in_state", "gap")]
+    tests = [
+        f"tests/test_{name}.py"
+        for name in ("cuda", "norm", "perturb", "step", "probe", "x_in_state", "gap", "unseen_passes")
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run([*command, *tests], cwd=folder, env=environment, capture_output=True, timeout=600)

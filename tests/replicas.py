@@ -30,8 +30,9 @@ def batch(dtype: torch.dtype, part: int, parts: int) -> tuple[Tensor, Tensor]:
     return x[part::parts], y[part::parts]
 
 
-def part_loss(net: nn.Module, dtype: torch.dtype, part: int, parts: int) -> Callable[[], Tensor]:
-    x, y = batch(dtype, part, parts)
+def part_loss(net: nn.Module, dtype: torch.dtype, part: int, parts: int, rows: int = ROWS) -> Callable[[], Tensor]:
+    """The loss of this part of the first rows of the joined batch."""
+    x, y = (t[: rows // parts] for t in batch(dtype, part, parts))
     return lambda: F.cross_entropy(net(x).double(), y)
 
 
@@ -93,6 +94,17 @@ def train(
             by_hand(opt, model, loss, True, True)
         elif way == "half":
             by_hand(opt, model, loss, False, True)
+        elif way == "ascent":  # along the gradient of half of the batch
+            half = part_loss(model, dtype, rank, size, rows=ROWS // 2)
+            opt.step(closure_of(opt, loss), ascent_closure=closure_of(opt, half))
+        elif way == "ascent by hand":
+            with model.no_sync():
+                part_loss(model, dtype, rank, size, rows=ROWS // 2)().backward()
+                opt.perturb_weights()
+                loss().backward(create_graph=opt.hessian_due)
+            opt.unperturb()
+            opt.step()
+            opt.zero_grad()
         elif way == "one_pass":  # M-SASSHA
             with model.no_sync():
                 loss().backward(create_graph=opt.hessian_due)
@@ -368,6 +380,9 @@ def traffic(perturb_sync: bool) -> dict[str, Any]:
 REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "closure": lambda: train(),
     "closure_sync": lambda: train(perturb_sync=True),
+    "ascent": lambda: train("ascent", lazy_hessian=3, steps=8),
+    "ascent_by_hand": lambda: train("ascent by hand", lazy_hessian=3, steps=8),
+    "ascent_sync": lambda: train("ascent", perturb_sync=True),
     "closure_sync_fd": lambda: train(perturb_sync=True, hvp="finite_difference"),
     "closure_sum": lambda: train(steps=3, perturb_sync=True, grad_reduce="sum"),
     "local": lambda: train("local"),

@@ -83,12 +83,14 @@ struct Lists : DeviceRows {
 
 // What the passes add up, in memory of exactly the size that they ask for.
 struct Sums {
-  explicit Sums(const DeviceRows& rows) : squares(2), tallies(static_cast<size_t>(rows.size)), gap(1) {}
+  explicit Sums(const DeviceRows& rows)
+      : squares(2), tallies(static_cast<size_t>(rows.size)), unseen(static_cast<size_t>(rows.size)), gap(1) {}
 
   GroupSums by_group() { return {squares.data(), 2}; }
 
   std::vector<double> squares;
   std::vector<Tally> tallies;
+  std::vector<Unseen> unseen;
   std::vector<GapSums> gap;
 };
 
@@ -100,6 +102,9 @@ void run_updates(const DeviceRows& rows, StepArgs args, std::optional<double> po
       args.refresh = refresh;
       args.in_state = in_state;
       Cuda::step(rows, args, {sums.tallies.data(), sums.by_group()}, power);
+      if (!refresh) continue;
+      Cuda::unseen_sums(rows, sums.tallies.data(), sums.unseen.data());
+      Cuda::fill_unseen(rows, sums.unseen.data());
     }
   }
 }
@@ -108,7 +113,7 @@ void run(const Lists& rows) {
   const std::vector<float> scales = {0.3f, 0.0f};
   const std::vector<GapScales> gap_scales = {{0.3f, -0.2f}, {0.0f, 0.4f}};
   const auto draw = std::make_unique<int64_t>(7);
-  StepScalars<double> usual = {0.9, 0.9, 0.1, 0.99, 0.01, 0.3, 0.2, 1e-4, 0.1, 0.5, 0.7, 0.9, 0.3, 0.0, 0.1};
+  StepScalars<double> usual = {0.9, 0.9, 0.1, 0.99, 0.01, 0.3, 0.2, 0.3, 1.1, 1e-4, 0.1, 0.5, 0.7, 0.9, 0.3, 0.0, 0.1};
   StepScalars<double> skipped = usual;
   skipped.skip = 1;
   for (const bool adaptive : {false, true}) {

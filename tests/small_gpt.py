@@ -86,12 +86,22 @@ class Passes:
 
 
 def plain_loop(
-    method, batches, accumulate=1, *, autocast=False, by_tokens=False, dropout=0.1, wrap=lambda model: model, **options
+    method,
+    batches,
+    accumulate=1,
+    *,
+    autocast=False,
+    by_tokens=False,
+    dropout=0.1,
+    wrap=lambda model: model,
+    shares=None,
+    **options,
 ):
     """Steps in plain torch, random numbers seeded by the number of the step. Returns the optimizer and copies of x.
 
     ``by_tokens`` divides sums by the tokens of all micro-batches, as ``transformers.Trainer`` does, in place of means
-    by the number of micro-batches. ``wrap`` makes the model one of several processes.
+    by the number of micro-batches. ``wrap`` makes the model one of several processes. ``shares`` has by the name of a
+    closure the share of a batch that it takes.
     """
     kind, settings = METHODS[method]
     net = make_gpt(dropout)
@@ -103,10 +113,13 @@ def plain_loop(
     size = dist.get_world_size() if dist.is_initialized() else 1
     tokens = {"num_items_in_batch": torch.tensor(size * accumulate * BATCH * LENGTH)} if by_tokens else {}
 
-    def micro(batch):
+    def micro(batch, share=1):
+        part = {key: rows[: int(BATCH * share)] for key, rows in batch.items()}
+        number = {key: items * share for key, items in tokens.items()}
+
         def closure():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                loss = model(**batch, **tokens).loss
+                loss = model(**part, **number).loss
             loss = loss * size if by_tokens else loss / accumulate
             loss.backward()
             return loss
@@ -120,7 +133,8 @@ def plain_loop(
     for step in range(len(batches) // accumulate):
         torch.manual_seed(step)
         parts = batches[step * accumulate : (step + 1) * accumulate]
-        opt.step(partial(whole, *parts) if accumulate == 1 else [micro(batch) for batch in parts])
+        others = {name: [micro(batch, share) for batch in parts] for name, share in (shares or {}).items()}
+        opt.step(partial(whole, *parts) if accumulate == 1 else [micro(batch) for batch in parts], **others)
     return opt, true_weights(net, opt)
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import SGD
@@ -147,10 +148,43 @@ def test_a_group_without_parameters_is_refused(method):
 @pytest.mark.parametrize("method", FAMILY)
 def test_an_expanded_parameter_is_refused(method):
     p = torch.nn.Parameter(torch.ones(3, 1).expand(3, 4))
-    with pytest.raises(ValueError, match=rf"^{method.__name__}: 'w' is expanded \(shape \(3, 4\), strides \(1, 0\)\)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{method.__name__}: 'w' is expanded or overlaps itself \(shape \(3, 4\), strides \(1, 0\)\)",
+    ):
         method([("w", p)])
     method([torch.nn.Parameter(torch.ones(3, 1)[:, :1].expand(3, 1))])  # nothing is shared
     method([torch.nn.Parameter(torch.ones(4, 3).t())])
+
+
+@pytest.mark.parametrize("method", FAMILY)
+def test_a_parameter_that_overlaps_itself_is_refused(method):
+    with pytest.raises(ValueError, match=rf"^{method.__name__}: 'w' is expanded or overlaps itself .*strides \(1, 1\)"):
+        method([("w", torch.nn.Parameter(torch.ones(6).as_strided((3, 3), (1, 1))))])
+    method([torch.nn.Parameter(torch.ones(20).as_strided((2, 2), (3, 2)))])  # 0, 2, 3 and 5
+    method([torch.nn.Parameter(torch.ones(4, 6)[::2, ::3])])
+
+
+@pytest.mark.parametrize("value", [np.array([1, 2]), np.array(["a", "b"]), [1], "x", 3, torch.tensor(1)], ids=repr)
+@pytest.mark.parametrize("method", FAMILY)
+def test_flags_and_choices_are_refused_by_name_whatever_is_given(method, value):
+    for name in ("foreach", "fused", "skip_nonfinite", "maximize", "hvp", "unseen", "backend"):
+        with pytest.raises(ValueError, match=rf"^{method.__name__}: {name} is .*expected"):
+            method([parameter()], **{name: value})
+    with pytest.raises(ValueError, match=r"^MSASSHA: sign is .*, expected -1"):
+        MSASSHA([parameter()], sign=value)
+
+
+@pytest.mark.parametrize("method", FAMILY)
+def test_integers_of_other_libraries_are_integers(method):
+    options = {"lazy_hessian": 3, "n_samples": 2, "seed": 7}
+    opt = method([parameter()], **{name: np.int64(value) for name, value in options.items()})
+    for name, value in options.items():
+        assert type(getattr(opt, name)) is int
+        assert getattr(opt, name) == value
+        for wrong in (True, np.float64(value), np.bool_(True), torch.tensor(value), str(value)):
+            with pytest.raises(ValueError, match=rf"^{method.__name__}: {name} is "):
+                setattr(opt, name, wrong)
 
 
 # ---- a gradient of 0 ------------------------------------------------------------------------------------------------

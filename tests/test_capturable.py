@@ -12,8 +12,8 @@ from training import BACKENDS, assert_same_bits, closure_of, make_loss, make_net
 from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian
 from sassha_fast._core.device_scalars import device_scalars
 from sassha_fast._core.scalars import Request, step_scalars
-from sassha_fast._passes.constants import constant, vector
 from sassha_fast._passes.layout import DeviceScalars, StepScalars
+from sassha_fast._passes.upload import KEPT_CONSTANTS, Constants
 
 OPTIONS = {"lr": 0.05, "rho": 0.05, "lazy_hessian": 4, "weight_decay": 0.01}
 CLIPPED = {"max_grad_norm": 0.1, "clip_update": 0.7, "maximize": True}
@@ -96,10 +96,11 @@ def test_an_ordinary_step_reads_nothing_on_the_host(backend, options, tensors, m
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("method", [MSASSHA, GSASSHA, AdaHessian])
 def test_ordinary_steps_of_the_family_read_nothing_on_the_host(method, backend, tensors, monkeypatch):
-    options = {"lr": 0.05, "lazy_hessian": 4, **({} if method is AdaHessian else {"rho": 0.05})}
-    values = {"lr": torch.tensor(0.05)} if tensors else {}
+    size = 0.0625  # the same number in float32, in which tensors have it
+    options = {"lr": size, "lazy_hessian": 4, **({} if method is AdaHessian else {"rho": size})}
+    values = {"lr": torch.tensor(size)} if tensors else {}
     if tensors and method is not AdaHessian:
-        values["rho"] = torch.tensor(0.05)
+        values["rho"] = torch.tensor(size)
     runs = []
     for changes in ({}, {**values, "capturable": True}):
         net = make_net()
@@ -177,6 +178,7 @@ def test_device_scalars_are_the_host_scalars_bit_for_bit():
         [torch.tensor(b, dtype=torch.float64) for b in bias2],
         list(refreshed),
         request,
+        Constants(),
     )
     for i, (group, step, correction, refresh) in enumerate(cases):
         expected = step_scalars(groups[group], step + 1, correction, refresh=refresh, request=request)
@@ -188,9 +190,18 @@ def test_device_scalars_are_the_host_scalars_bit_for_bit():
 
 
 def test_vectors_mix_numbers_and_tensors():
-    device = torch.device("cpu")
-    assert vector([1.0, torch.tensor(2.0)], device).tolist() == [1.0, 2.0]
-    assert constant((1.0, 2.0), device) is constant((1.0, 2.0), device)
+    device, constants = torch.device("cpu"), Constants()
+    assert constants.vector([1.0, torch.tensor(2.0)], device).tolist() == [1.0, 2.0]
+    assert constants.constant((1.0, 2.0), device) is constants.constant((1.0, 2.0), device)
+
+
+def test_constants_that_change_at_every_step_do_not_pile_up():
+    device, constants = torch.device("cpu"), Constants()
+    kept = constants.constant((7.0,), device)
+    for step in range(10 * KEPT_CONSTANTS):
+        constants.vector([0.1 / (step + 1), 1.0], device)
+        assert constants.constant((7.0,), device) is kept  # which is in use
+    assert len(constants) == KEPT_CONSTANTS
 
 
 def test_checkpoints_move_between_both_forms():

@@ -101,6 +101,17 @@ def test_global_ascent_equals_one_process_on_the_joined_batch(several, name, opt
     assert_close(found, alone(**options))
 
 
+def test_an_ascent_from_another_batch_equals_one_process_on_the_joined_batches(two):
+    net = make_net(torch.float64)
+    opt = SASSHA(net.parameters(), **replicas.OPTIONS)
+    loss = replicas.part_loss(net, torch.float64, 0, 1)
+    half = replicas.part_loss(net, torch.float64, 0, 1, rows=replicas.ROWS // 2)
+    for _ in range(30):
+        opt.step(closure_of(opt, loss), ascent_closure=closure_of(opt, half))
+    assert_close(two["ascent_sync"][0], replicas.results(net, opt))
+    assert_same_run(two["ascent"][0], two["ascent_by_hand"][0])
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -293,11 +304,11 @@ def test_options_hold_for_shards(two, name, options):
 
 @pytest.mark.parametrize("name", ["shards_collectives", "shards_collectives_momentum"])
 def test_shards_send_what_fsdp_sends_for_their_passes_and_a_vector_of_norms(two, name):
-    """A refresh has a probe's pass, and also reduces the norm of the weights and what the products looked like."""
+    """A refresh has a probe's pass, and also reduces the norm of the weights, what was seen and what was not."""
     found, passes = two[name][0], 1 if name.endswith("momentum") else 2
     gathers, scatters = found["pass"]["_allgather_base_"], found["pass"]["_reduce_scatter_base_"]
     assert found["pass"] == {"_allgather_base_": gathers, "_reduce_scatter_base_": scatters}
-    for step, n, norms in (("ordinary", passes, 1), ("refresh", passes + 1, 3)):
+    for step, n, norms in (("ordinary", passes, 1), ("refresh", passes + 1, 4)):
         expected = {"_allgather_base_": n * gathers, "_reduce_scatter_base_": n * scatters, "allreduce_": norms}
         assert found[step] == expected
 

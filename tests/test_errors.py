@@ -18,7 +18,7 @@ from training import (
 )
 
 from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian, SophiaH
-from sassha_fast._passes.reference import check_grads
+from sassha_fast._passes.reference import Members, check_grads
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "rho", "perturb_eps", "eps", "hessian_power"])
@@ -217,7 +217,7 @@ def test_a_gradient_that_does_not_fit_its_parameter_is_named(backend, change, me
 
 def test_a_gradient_on_another_device_is_named():
     with pytest.raises(RuntimeError, match="gradient of fork has device meta, expected cpu like the parameter"):
-        check_grads(["fork"], [torch.ones(3)], [torch.ones(3, device="meta")])
+        check_grads(Members([torch.ones(3)], [0], [0], 1, ["fork"]), [torch.ones(3, device="meta")])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,6 +11,7 @@ from sassha_fast import traffic
 ROOT = Path(__file__).parents[1]
 OBJECTS = ROOT / "build" / "native"
 sys.path.insert(0, str(ROOT / "bench"))
+import document  # noqa: E402
 import prove_gpu  # noqa: E402
 import sass  # noqa: E402
 
@@ -22,7 +23,7 @@ PLAIN = ("perturb", "momentum_ascent", "decompose", "probe")
 @pytest.fixture(scope="module")
 def kernels():
     found = prove_gpu.read_objects(OBJECTS, 80)
-    assert len(found) == 95, sorted(found)
+    assert len(found) == 104, sorted(found)
     return found
 
 
@@ -116,8 +117,50 @@ def test_occupancy_follows_the_published_limits(arch, registers, shared, expecte
 
 
 def test_the_document_has_a_row_for_every_kernel(kernels):
-    text = sass.DOCUMENT.read_text()
+    text = document.TABLES.read_text(encoding="utf-8")
     for arch in prove_gpu.ARCHS:
         part = text.split(f"### sm_{arch}\n")[1].split("###")[0].split("<!--")[0]
         assert part.count("\n| ") == 2 + sum(bool(label[1]) for label in kernels)
     assert "These are predictions from byte counts" in text
+
+
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    """Copies of the pages that the provers write."""
+    for name in ("SUMMARY", "TABLES"):
+        page = getattr(document, name)
+        copy = tmp_path / page.name
+        copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+        monkeypatch.setattr(prove_gpu, name, copy)
+    return tmp_path / "gpu.md", tmp_path / "gpu-tables.md"
+
+
+def test_what_is_written_is_what_stands_on_the_pages(pages):
+    """Written from the rows of the long tables, both pages come out as they are."""
+    long = {}
+    for part in document.read_section(document.TABLES, "cuda kernels").split("### sm_")[1:]:
+        arch, _, rows = part.partition("\n")
+        long[int(arch)] = document.read_table(rows)
+    assert tuple(long) == prove_gpu.ARCHS
+    before = [page.read_text(encoding="utf-8") for page in pages]
+    for page, name in ((pages[0], "cuda passes"), (pages[1], "cuda kernels"), (pages[1], "cuda predictions")):
+        document.section(page, name, "gone")
+    prove_gpu.write(long)
+    assert [page.read_text(encoding="utf-8") for page in pages] == before
+
+
+def test_rows_of_machine_code_fill_the_short_table(kernels):
+    rows = prove_gpu.kernel_rows(kernels)
+    short = document.read_table(prove_gpu.short_table({80: rows, 90: rows}))
+    assert [row[0] for row in short] == list(prove_gpu.SHORT)
+    for name, *_, registers, _ in short:
+        power = "half" if "step" in name else ""
+        kernel = kernels[prove_gpu.SHORT[name].removesuffix(" (half)"), "float", power]
+        assert registers == f"{kernel.registers} / {kernel.registers}"
+
+
+def test_a_page_without_markers_is_named(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Nothing\n")
+    with pytest.raises(RuntimeError, match=r"page\.md has no markers <!-- cuda kernels: begin -->"):
+        document.section(page, "cuda kernels", "text")

@@ -30,7 +30,7 @@ LAYERS = (
     {"_parallel"},
     {"_core"},
     {"sassha", "msassha", "relatives", "sam"},
-    {"_measure", "sharpness", "plots", "log", "preflight"},
+    {"_measure", "sharpness", "plots", "log", "preflight", "suggestion"},
     {"integrations", TOP, "__main__"},
 )
 MOST_PARENTS = 2  # between a public optimizer and torch's

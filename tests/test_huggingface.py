@@ -4,6 +4,7 @@
 # ruff: noqa: E402
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from safetensors.torch import load_file
-from small_gpt import BATCH, METHODS, Passes, make_batches, make_gpt, make_sequences, plain_loop
+from small_gpt import BATCH, LENGTH, METHODS, Passes, make_batches, make_gpt, make_sequences, plain_loop
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from sassha_fast import MSASSHA, SASSHA
@@ -80,6 +81,46 @@ def test_training_equals_the_plain_loop_bit_for_bit_in_as_many_passes(method, ac
     assert_same_bits(snapshot(trainer.model), expected)
     assert_same_state(state_of(optimizer_of(trainer)), state_of(expected_opt))
     assert taken.count == passes.count
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "shares"),
+    [
+        ("sassha_exact", {"ascent_share": 1 / 2, "hessian_share": 1 / 4}),
+        ("sassha_differences", {"ascent_share": 1 / 4}),
+        ("m_sassha_exact", {"hessian_share": 1 / 2}),
+    ],
+    ids=str,
+)
+def test_shares_of_batches_equal_the_plain_loop_bit_for_bit_in_as_many_passes(method, shares, accumulate, tmp_path):
+    passes = Passes()
+    by_closure = {name.replace("share", "closure"): share for name, share in shares.items()}
+    batches = make_batches(3 * accumulate)
+    expected_opt, expected = plain_loop(method, batches, accumulate, by_tokens=True, wrap=passes, shares=by_closure)
+    kind = partial(SasshaTrainer, **shares)
+    trainer = trainer_of(method, tmp_path, 3 * accumulate, kind=kind, gradient_accumulation_steps=accumulate)
+    taken = Passes(trainer.model)
+    trainer.train()
+    assert_same_bits(snapshot(trainer.model), expected)
+    assert_same_state(state_of(optimizer_of(trainer)), state_of(expected_opt))
+    assert taken.count == passes.count
+
+
+def test_with_a_share_the_logged_loss_is_that_of_its_rows_on_the_scale_of_the_whole_batch(tmp_path):
+    trainer = trainer_of("sassha_exact", tmp_path, 1, kind=partial(SasshaTrainer, ascent_share=1 / 4), dropout=0.0)
+    part = {key: value[:1] for key, value in make_batches(1)[0].items()}
+    expected = trainer.model(**part).loss.item() * (LENGTH - 1) / LENGTH  # labels are shifted, and all are counted
+    trainer.train()
+    logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert logged == [pytest.approx(expected, rel=1e-3)]
+
+
+def test_shares_that_can_not_be_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="SasshaTrainer: ascent_share is 2, expected a fraction of the batch"):
+        SasshaTrainer(make_gpt(), arguments(tmp_path), ascent_share=2)
+    with pytest.raises(ValueError, match="SasshaTrainer: ascent_share is for the pass of an ascent, which MSASSHA"):
+        trainer_of("m_sassha_exact", tmp_path, 1, kind=partial(SasshaTrainer, ascent_share=1 / 2)).train()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it

@@ -46,6 +46,7 @@ SCENARIOS = [
     *itertools.product([SASSHA, MSASSHA], ["calls", "closure"], KINDS),
     *itertools.product([GSASSHA], ["calls", "closure"], ["ordinary", "refresh"]),
     *itertools.product([MSASSHA], ["calls with take_products"], ["refresh", "differences"]),
+    (SASSHA, "ascent closure", "ordinary"),
     # Where state and plans are made, and where the weights are in several parts, each with passes of its own.
     (SASSHA, "closure", "refresh, first"),
     (MSASSHA, "calls", "refresh, first"),

@@ -24,7 +24,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from small_gpt import BATCH, METHODS, Passes, make_batches, make_gpt, make_sequences, plain_loop
 from torchmetrics import MeanMetric
 
-from sassha_fast import MSASSHA, SASSHA
+from sassha_fast import MSASSHA, SAM, SASSHA
 from sassha_fast.integrations.lightning import SasshaCallback
 
 pytestmark = [
@@ -120,6 +120,108 @@ def test_a_fit_equals_the_plain_loop_bit_for_bit_in_as_many_passes(method, accum
     assert_same_bits(snapshot(module.net), expected)
     assert_same_state(state_of(optimizer_of(trainer)), state_of(expected_opt))
     assert taken.count == passes.count
+
+
+SHARES = [
+    ("sassha_exact", {"ascent_share": 1 / 4}),
+    ("sassha_exact", {"ascent_share": 1 / 2, "hessian_share": 1 / 4}),
+    ("sassha_differences", {"ascent_share": 1 / 4, "hessian_share": 1 / 2}),
+    ("m_sassha_exact", {"hessian_share": 1 / 4}),
+]
+
+
+def closures_by_share(shares):
+    return {name.replace("share", "closure"): share for name, share in shares.items()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("method", "shares"), SHARES, ids=str)
+def test_shares_of_batches_equal_the_plain_loop_bit_for_bit_in_as_many_passes(method, shares, accumulate):
+    passes = Passes()
+    expected_opt, expected = plain_loop(
+        method, make_batches(3 * accumulate), accumulate, wrap=passes, shares=closures_by_share(shares)
+    )
+    module = GPT(*METHODS[method])
+    taken = Passes(module.net)
+    trainer = fit(module, 3 * accumulate, callbacks=[SasshaCallback(**shares)], accumulate_grad_batches=accumulate)
+    assert_same_bits(snapshot(module.net), expected)
+    assert_same_state(state_of(optimizer_of(trainer)), state_of(expected_opt))
+    assert taken.count == passes.count
+    assert "training_step" not in vars(module)
+
+
+def test_with_a_share_lightning_reports_the_loss_of_these_rows_at_x():
+    module = GPT(*METHODS["sassha_exact"], dropout=0.0)
+    rows = make_batches(1)[0]
+    expected = module.net(**{key: value[:1] for key, value in rows.items()}).loss.item()
+    fit(module, 1, callbacks=[SasshaCallback(ascent_share=1 / 4)])
+    assert module.losses == [pytest.approx(expected)]
+    assert module.mean.compute().item() == pytest.approx(expected)
+
+
+def test_while_a_schedule_has_rho_at_zero_the_whole_batch_is_lightnings_own_pass():
+    kind, options = METHODS["sassha_exact"]
+    options = {**options, "rho_scheduler": lambda step: 0.05 if step > 1 else 0.0}
+    _, expected = plain_loop(
+        "sassha_exact", make_batches(3), rho_scheduler=options["rho_scheduler"], shares={"ascent_closure": 1 / 4}
+    )
+    module = GPT(kind, options)
+    fit(module, 3, callbacks=[SasshaCallback(ascent_share=1 / 4)])
+    assert_same_bits(snapshot(module.net), expected)
+    assert len(module.losses) == 3
+
+
+def test_statistics_of_batchnorm_are_those_of_whole_batches_beside_a_share():
+    class Small(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 1))
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return SASSHA(self.parameters(), lr=0.01, rho=0.1, lazy_hessian=2)
+
+    rows = torch.randn(32, 4)
+    module = Small()
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=2,
+        callbacks=[SasshaCallback(ascent_share=1 / 2, hessian_share=1 / 2)],
+    )
+    trainer.fit(module, DataLoader(rows, batch_size=4))
+    plain = Small().net
+    opt = SASSHA(plain.parameters(), lr=0.01, rho=0.1, lazy_hessian=2)
+    opt.attach(plain)
+
+    def micro(part):
+        return lambda: (plain(part).square().mean() / 2).backward() or 0.0
+
+    for pair in rows.split(8):
+        whole, halves = pair.split(4), [part[:2] for part in pair.split(4)]
+        others = {name: list(map(micro, halves)) for name in ("ascent_closure", "hessian_closure")}
+        opt.step(list(map(micro, whole)), **others)
+    assert module.net[1].num_batches_tracked == 8
+    assert_same_bits([*snapshot(module.net), module.net[1].running_var], [*snapshot(plain), plain[1].running_var])
+
+
+def test_shares_that_can_not_be_are_refused():
+    with pytest.raises(ValueError, match=r"SasshaCallback: ascent_share is 4, expected a fraction .* such as 1/4"):
+        SasshaCallback(ascent_share=4)
+    with pytest.raises(ValueError, match="hessian_share is 0, expected"):
+        SasshaCallback(hessian_share=0)
+    with pytest.raises(ValueError, match="ascent_share is for the pass of an ascent, which MSASSHA does without"):
+        fit(GPT(*METHODS["m_sassha_exact"]), 1, callbacks=[SasshaCallback(ascent_share=1 / 4)])
+    options = {"base_optimizer": torch.optim.SGD, "lr": 0.1}
+    with pytest.raises(ValueError, match="hessian_share is for products of the Hessian, which SAM does without"):
+        fit(GPT(SAM, options), 1, callbacks=[SasshaCallback(hessian_share=1 / 4)])
 
 
 def test_all_passes_of_an_exact_refresh_use_the_same_attention():

@@ -164,3 +164,30 @@ class TestLightning:
         with pytest.warns(UserWarning, match="the model is evaluated while its parameters hold") as seen:
             self.fit(ONE_PASS["MSASSHA"], prepare=lambda opt, module: opt.attach(module.net))
         assert not any("Lightning validates" in str(w.message) for w in seen)
+
+
+@pytest.mark.parametrize("method", ["SASSHA", "GSASSHA", "SAM"])  # probes come with the next refresh
+def test_a_resumed_run_is_told_too(method):
+    net = net_with()
+    opt = CLIMBING[method](net.parameters())
+    opt.attach(net)
+    opt.step(closure_for(opt, net))
+    resumed = CLIMBING[method](net.parameters())
+    resumed.load_state_dict(opt.state_dict())
+    with pytest.warns(UserWarning, match=SAID) as seen:
+        resumed.step(closure_for(resumed, net))
+    assert len(seen) == 1
+    resumed.step(closure_for(resumed, net))  # a warning would be an error here
+
+
+def test_a_resumed_run_in_lightning_is_told_too():
+    net = net_with(nn.LayerNorm)
+    opt = MSASSHA(net.parameters(), lr=0.03)
+    opt.step(closure_for(opt, net))
+    resumed = MSASSHA(net.parameters(), lr=0.03)
+    resumed.load_state_dict(opt.state_dict())
+    closure = closure_for(resumed, net)
+    closure.__module__ = "lightning.pytorch.loops.optimization.automatic"
+    with pytest.warns(UserWarning, match="Lightning validates and saves"):
+        resumed.step(closure)
+    resumed.step(closure)

@@ -66,3 +66,18 @@ def test_memory_that_is_shared_later_is_refused_before_anything_moves():
     with pytest.raises(ValueError, match="share memory"):
         opt.perturb_weights()
     assert_same_bits([b], [before])
+
+
+def test_two_that_overlap_within_a_wider_one_are_refused_by_name():
+    room = torch.randn(4, 4)
+    views = {"wide": room[:, 0], "left": room[1, 1:3], "right": room[1, 2:4]}
+    with pytest.raises(ValueError, match=r"'left' and 'right' share memory"):
+        SASSHA([(name, nn.Parameter(view)) for name, view in views.items()])
+
+
+def test_many_that_lie_between_each_other_are_taken_and_one_more_is_not():
+    room = torch.randn(3, 300)
+    columns = [nn.Parameter(room[:, i]) for i in range(300)]
+    SASSHA(columns)
+    with pytest.raises(ValueError, match="parameter 150 of group 0 and parameter 300 of group 0 share memory"):
+        SASSHA([*columns, nn.Parameter(room[2, 150:151])])

@@ -233,3 +233,13 @@ def test_every_public_function_is_there_to_be_tested():
 def test_finite_difference_is_taken_over_a_probe_of_length_h():
     assert reference.finite_difference(torch.tensor([3.0]), torch.tensor([2.0])).item() == 1.0
     assert reference.probe(torch.zeros(200), 0.5, 1, 2, 3).abs().unique().item() == 0.5
+
+
+def test_what_was_never_seen_gets_the_mean_on_numbers_worked_by_hand():
+    d = torch.tensor([1.0, 4.0, -0.0, -0.0])
+    product, g = torch.tensor([2.0, 0.0, 0.0, torch.nan]), torch.tensor([1.0, 0.0, 0.0, 1.0])
+    sums = reference.unseen_sums(d, product, g)
+    assert sums.tolist() == [2.0, 2.0, 5.0]  # two were not seen, two have a curvature
+    found = reference.filled(d, product, g, sums)
+    assert found[:3].tolist() == [1.0, 4.0, 2.5]
+    assert reference.is_unknown(found).tolist() == [False, False, False, True]

@@ -108,3 +108,31 @@ def test_a_parameter_of_another_dtype_at_the_same_address_is_read_as_what_it_is(
     step(opt, p)
     step(other, twin)
     assert_same_bits([p], [twin])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", [SASSHA, MSASSHA, AdaHessian])
+def test_a_model_made_double_midway_is_refused_by_name_on_all_backends_and_its_state_can_be_converted(method, backend):
+    _, p, opt = start(method, backend=backend)
+    p.data = p.data.double()
+    before = p.detach().clone()
+    said = rf"^{method.__name__}: parameter 0 of group 0 is torch.float64, but its 'exp_avg' is torch.float32, expected"
+    with pytest.raises(RuntimeError, match=said):
+        step(opt, p)
+    assert_same_bits([p], [before])
+    other = method([p], lr=0.1, backend=backend)
+    other.load_state_dict(opt.state_dict())
+    step(other, p)
+    assert other.state[p]["exp_avg"].dtype == torch.float64
+    assert other.state[p]["step"] == 3
+    assert not same_bits(p, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_a_model_made_half_midway_goes_on_with_its_state_in_float32(kind, backend):
+    _, p, opt = start(backend=backend)
+    p.data = p.data.to(kind)
+    step(opt, p)
+    assert opt.state[p]["exp_avg"].dtype == torch.float32
+    assert opt.state[p]["step"] == 3

@@ -178,3 +178,63 @@ def test_loaded_state_does_not_share_memory_with_the_checkpoint():
 def test_a_base_optimizer_with_a_hyperparameter_of_sams_name_is_refused(base, name):
     with pytest.raises(TypeError, match=rf"{base} has hyperparameters \['{name}'\] of its own"):
         SAM([nn.Parameter(torch.ones(2))], getattr(torch.optim, base), lr=0.1)
+
+
+TAKEN = {"RMSprop": "alpha", "ASGD": "alpha", "Adadelta": "rho"}
+OTHERS = ("Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "Rprop", "SGD")
+
+
+def matrix():
+    """A network of one matrix, which Muon takes too."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3, bias=False)
+    return net, torch.randn(8, 4)
+
+
+@pytest.mark.parametrize("base", OTHERS)
+def test_every_optimizer_of_torch_without_names_of_ours_descends(base):
+    if not hasattr(torch.optim, base):
+        pytest.skip(f"this torch has no {base}")
+    cls = getattr(torch.optim, base)
+    net, x = matrix()
+    opt = SAM(net.parameters(), cls, lr=0.01)
+    plain, _ = matrix()
+    other = cls(plain.parameters(), lr=0.01)
+    for _ in range(3):
+        three_calls(opt, lambda: net(x).square().mean())
+        before = plain.weight.detach().clone()
+        plain(x).square().mean().backward()
+        with torch.no_grad():
+            plain.weight.copy_(toward([before], [plain.weight.grad], 0.05)[0])
+        plain.zero_grad()
+        plain(x).square().mean().backward()
+        with torch.no_grad():
+            plain.weight.copy_(before)
+        other.step()
+        plain.zero_grad()
+    assert_same_bits(snapshot(net), snapshot(plain))
+    again = SAM(net.parameters(), cls, lr=0.01)
+    again.load_state_dict(opt.state_dict())
+    three_calls(again, lambda: net(x).square().mean())
+
+
+@pytest.mark.parametrize("as_groups", [False, True])
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of newer torch")
+def test_muon_is_asked_with_a_matrix_however_parameters_are_given(as_groups):
+    net, _ = matrix()
+    SAM([{"params": net.parameters()}] if as_groups else net.named_parameters(), torch.optim.Muon)
+    with pytest.raises(ValueError, match="Muon only supports 2D"):
+        SAM(nn.Linear(4, 3).parameters(), torch.optim.Muon)
+
+
+@pytest.mark.parametrize("base", TAKEN)
+def test_names_of_ours_are_refused(base):
+    net, _ = matrix()
+    with pytest.raises(TypeError, match=rf"^SAM: {base} has hyperparameters \['{TAKEN[base]}'\] of its own"):
+        SAM(net.parameters(), getattr(torch.optim, base), lr=0.01)
+
+
+def test_an_optimizer_that_runs_passes_itself_is_refused():
+    net, _ = matrix()
+    with pytest.raises(TypeError, match=r"^SAM: LBFGS\.step needs a closure, as it runs passes of its own"):
+        SAM(net.parameters(), torch.optim.LBFGS, lr=0.01)

@@ -65,6 +65,8 @@ def call(library, name):
         "momentum_ascent": ascent,
         "gap_sums": {"sums": filled(tables.GAP_WORDS)},
         "decompose": {"scales": torch.rand(N_GROUPS, 2)},
+        "unseen_sums": {"tallies": filled(ROWS, tables.TALLY_WORDS), "sums": filled(ROWS, tables.UNSEEN_WORDS)},
+        "fill_unseen": {"sums": filled(ROWS, tables.UNSEEN_WORDS)},
     }[name]
     if library != "cpu":
         chunks, counts = LIBRARIES[library].table_chunks(table)
@@ -73,6 +75,7 @@ def call(library, name):
 
 
 NAMES = ("square_sums", "perturb", "restore", "step", "momentum_ascent", "gap_sums", "decompose")
+NAMES += ("unseen_sums", "fill_unseen")
 BOTH = [(library, name) for library in LIBRARIES for name in NAMES]
 # Sizes that may be any number: of rows, groups or cohorts.
 FREE = {("square_sums", "sums"), ("perturb", "scales"), ("momentum_ascent", "scales"), ("step", "squares")}
@@ -131,6 +134,8 @@ READ = {
     "momentum_ascent": (tables.PARAM, tables.BACKUP, tables.EXP_AVG),
     "gap_sums": (tables.GRAD, tables.FIRST),
     "decompose": (tables.GRAD, tables.FIRST),
+    "unseen_sums": (tables.GRAD, tables.HESSIAN),
+    "fill_unseen": (tables.GRAD, tables.HESSIAN),
 }
 
 
@@ -142,6 +147,17 @@ def test_a_row_without_an_address_that_the_pass_needs_is_named(library, name):
         expected = f"sassha_table_{name}: row 2 of table has no address in column {column}, expected that of 130 elem"
         with pytest.raises(RuntimeError, match=expected):
             made()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_row_without_a_product_has_nothing_to_fill(library):
+    made = call(library, "fill_unseen")
+    made.args["sums"].fill_(1.0)
+    made.args["table"][2, tables.PRODUCT] = 0
+    with pytest.raises(RuntimeError, match="sassha_table_fill_unseen: row 2 of table has no address in column 5, but"):
+        made()
+    made.args["sums"].zero_()
+    made()
 
 
 @pytest.mark.parametrize(("library", "name"), BOTH)

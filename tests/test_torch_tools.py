@@ -171,6 +171,7 @@ def test_the_profiler_shows_every_pass_by_name(backend):
         "SASSHA.products": 1,  # one of the two steps refreshes
         "SASSHA.restore": 2,
         "SASSHA.step": 2,
+        "SASSHA.unseen": 2,  # sums of what the refresh did not see, and what it gets
     }
 
 

@@ -25,6 +25,8 @@ FLOAT32 = {
     "momentum_ascent": 12,
     "gap_sums": 8,
     "decompose": 12,
+    "unseen_sums": 12,
+    "fill_unseen": 16,
 }
 
 
@@ -48,6 +50,8 @@ KERNELS = {
     "momentum_ascent": "ops.table_momentum_ascent(table, scales, False, 1, draw)",
     "gap_sums": "ops.table_gap_sums(table, gap)",
     "decompose": "ops.table_decompose(table, torch.tensor([[0.3, 0.2]]))",
+    "unseen_sums": "ops.table_unseen_sums(table, tallies, gap.view(1, 3))",
+    "fill_unseen": "ops.table_fill_unseen(table, torch.tensor([[1.0, 1.0, 5.0]], dtype=torch.float64))",
 }
 
 RUN = """
@@ -70,6 +74,8 @@ table[:, tables.PARAM] = 0
 for column in columns:
     kept[column] = kept.get(column, torch.rand(1000))
     table[:, getattr(tables, column.upper())] = kept[column].data_ptr()
+if {name!r} == "fill_unseen":  # an element to fill
+    kept["grad"][3], kept["product"][3], kept["hessian"][3] = 0.0, 0.0, -0.0
 before = {{column: tensor.clone() for column, tensor in kept.items()}}
 {call}
 changed = {{column for column, tensor in kept.items() if not torch.equal(tensor, before[column])}}

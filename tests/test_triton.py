@@ -25,6 +25,7 @@ from sassha_fast._passes.layout import INDEX, NUMEL, PARAM, PROBE_GRADIENT, ROW_
 from sassha_fast._passes.reference import Members, Passes, Products
 from sassha_fast._passes.triton import KERNEL_DTYPES, TritonPasses
 from sassha_fast._passes.triton_launch import CHUNK, Chunks, Launcher
+from sassha_fast._passes.upload import Uploader
 
 CPU = torch.device("cpu")
 SEED, DRAW = 2**36 + 7, 31
@@ -58,7 +59,7 @@ def test_signs_equal_the_reference_for_every_element_also_past_32_bits(first, in
 
 def test_chunks_cover_every_element_once_and_partial_results_of_a_group_or_row_are_spans():
     numels, kinds, groups = [5000, 0, 3, CHUNK, 2 * CHUNK + 1, 7], [0, 1, 0, 2, 0, 1], [2, 0, 0, 2, 0, 3]
-    chunks = Chunks(numels, kinds, groups, 5, CPU)
+    chunks = Chunks(numels, kinds, groups, 5, Uploader(CPU))
     entries = torch.cat([part for _, part in chunks.launches]).tolist()
     assert sorted(place for _, _, place in entries) == list(range(chunks.total))
     for kind, part in chunks.launches:
@@ -201,7 +202,10 @@ def test_a_run_compiles_few_variants(monkeypatch):
             three_calls(opt, loss)
     kinds = sorted(name for name, _ in keys)
     # Two forms of the update, ordinary and refresh, and of the sums, one number and three.
-    assert kinds == ["finish", "finish", "perturb", "rademacher", "restore", "square_sums", "step", "step"]
+    assert kinds == [
+        *("fill_unseen", "finish", "finish", "perturb", "rademacher", "restore", "square_sums", "step", "step"),
+        "unseen_sums",
+    ]
 
 
 # ---- the registry -------------------------------------------------------------------------------------------------

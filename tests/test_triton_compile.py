@@ -2,17 +2,21 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from bench import document
+
 ROOT = Path(__file__).parents[1]
 TARGETS = ("sm_80", "gfx942")
 FLOORS = {"norm": 4, "perturb": 16, "restore": 8, "rademacher": 4, "probe": 8, "step": 24, "refresh": 32}
 FLOORS |= {"momentum ascent": 12, "gap sums": 8, "decompose": 12, "step in state": 24, "refresh in state": 32}
-SUMS = ("norm", "gap sums")  # which write no parameter
+FLOORS |= {"unseen sums": 12, "fill unseen": 16}
+SUMS = ("norm", "gap sums", "unseen sums")  # which write no parameter
 PHILOX_MULTIPLIES = 20  # of one call
 
 
@@ -55,3 +59,39 @@ def test_one_philox_call_serves_many_elements(figures, target):
     # A thread has eight elements: of at most two rows of signs, or of one call of noise in each of the two paths.
     assert figures[target, "probe", "float32"]["philox_multiplies"] <= 2 * PHILOX_MULTIPLIES
     assert figures[target, "perturb", "bfloat16"]["philox_multiplies"] <= 2 * PHILOX_MULTIPLIES + 2
+
+
+def figures_of_the_page(prove_triton, text):
+    """What the table on the page was made of, as far as it shows."""
+    targets = re.search(r"\| moved \| (.*) \|", text)[1].split(" | ")
+    parked = dict(re.findall(r"^(.*): scalar registers that wait in .*: (\d+)\.$", text, re.MULTILINE))
+    shared = int(re.search(r"Shared memory \(at most (\d+) bytes\)", text)[1])
+    found = []
+    for column, target in enumerate(targets, start=4):
+        for row in document.read_table(text):
+            kernel, dtype, floor, moved = row[:4]
+            size, least = (0 if cell == "-" else int(cell) for cell in (moved, floor))
+            waits = int(parked.get(f"{kernel}, {dtype}, {target}", 0))
+            numbers = {"spills": 0, "parked": waits, "loads": 0, "stores": 0, "ptx_loads": 0, "ptx_stores": 0}
+            numbers |= {"philox_multiplies": 0, "contracted": 0, "approximate": 0, "shared": shared}
+            registers = int(row[column])
+            found.append(
+                prove_triton.Figures(kernel, dtype, target, registers=registers, bytes=size, floor=least, **numbers)
+            )
+    return found, targets
+
+
+def test_what_is_written_is_what_stands_on_the_pages(tmp_path, monkeypatch):
+    from bench import prove_triton
+
+    pages = []
+    for name, section in (("SUMMARY", "triton kernels"), ("TABLES", "prove_triton")):
+        pages.append(tmp_path / getattr(document, name).name)
+        pages[-1].write_text(getattr(document, name).read_text(encoding="utf-8"), encoding="utf-8")
+        monkeypatch.setattr(prove_triton, name, pages[-1])
+        document.section(pages[-1], section, "gone")
+    text = document.read_section(document.TABLES, "prove_triton")
+    monkeypatch.setattr(prove_triton.triton, "__version__", re.search(r"Compiled by Triton (\S+) for", text)[1])
+    prove_triton.write(*figures_of_the_page(prove_triton, text))
+    for page, original in zip(pages, (document.SUMMARY, document.TABLES), strict=True):
+        assert page.read_text(encoding="utf-8") == original.read_text(encoding="utf-8")

@@ -53,7 +53,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
     modules = {f"sassha_fast/{path.name}" for path in (ROOT / "sassha_fast").glob("*.py")}
     kernels = {f"sassha_fast/triton_kernels/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
     assert modules | kernels | {"sassha_fast/_native.so", "sassha_fast/py.typed"} <= set(names)
-    assert not [name for name in names if "test" in name or "bench" in name]
+    assert not [name for name in names if "test" in name or "bench" in name or "tools" in name]
 
 
 def test_the_wheel_says_what_it_is(wheel):
@@ -145,7 +145,7 @@ def test_the_source_archive_has_what_the_wheel_is_built_from(tmp_path):
     ]
     assert {str(source.relative_to(ROOT)) for source in sources} <= names
     assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "sassha_fast/py.typed"} <= names
-    assert not [name for name in names if name.startswith(("tests", "bench")) or name.endswith(".so")]
+    assert not [name for name in names if name.startswith(("tests", "bench", "tools")) or name.endswith(".so")]
 
 
 @pytest.mark.slow

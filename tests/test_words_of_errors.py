@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import SGD
 from training import make_loss, make_net
 
@@ -100,3 +102,40 @@ def test_sam_is_told_of_no_curvature():
         opt.replayed()
     with pytest.raises(TypeError, match=r"^SAM\.step: .* pass a closure too, or use scaler\.step\(opt\)"):
         opt.step(scaler=torch.amp.GradScaler("cpu"))
+
+
+def build(method, params, **options):
+    return method(params, SGD, lr=0.1, **options) if issubclass(method, SAM) else method(params, lr=0.1, **options)
+
+
+@pytest.mark.parametrize("backend", ["reference", "foreach", "cpu"])
+@pytest.mark.parametrize("method", [*FAMILY, Own, SAM, OwnSAM])
+def test_gradients_are_refused_in_the_name_of_the_method(method, backend):
+    p = torch.nn.Parameter(torch.ones(4, 3))
+    opt = build(method, [p], backend=backend)
+    call = opt.perturb_weights if isinstance(opt, SAM) else opt.step
+    p.grad = torch.ones(4, 3).to_sparse()
+    with pytest.raises(
+        RuntimeError, match=rf"^{method.__name__}: the gradient of .* is sparse .*, expected a dense one"
+    ):
+        call()
+    p.grad = torch.ones(4, 3)
+    p.data = p.data.double()
+    with pytest.raises(
+        RuntimeError, match=rf"^{method.__name__}: the gradient of .* has dtype torch.float32, expected"
+    ):
+        call()
+
+
+@pytest.mark.parametrize("method", FAMILY)
+def test_an_operation_without_double_backward_is_told_by_the_call_that_met_it(method):
+    x = torch.nn.Parameter(torch.randn(1, 2, 8, 16))
+    opt = method([x], lr=0.1)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        scaled_dot_product_attention(x, x, x).square().sum().backward(create_graph=True)
+    for group in opt.param_groups:
+        group["rho"] = 0.0
+    with pytest.raises(RuntimeError, match=rf"^{method.__name__}\.step: an operation .* no double backward") as error:
+        opt.step()
+    assert "unperturb" not in str(error.value)
+    assert "passes of a refresh step and this call" in str(error.value)

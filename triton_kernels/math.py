@@ -218,6 +218,18 @@ def is_unseen(product, g, ZERO_IS_SEEN: tl.constexpr):
 
 
 @triton.jit
+def mean_curvature(total, known):
+    """The curvature of elements that no refresh has seen: the mean of the others, in float32 for every dtype."""
+    return (total / known).to(tl.float32)
+
+
+@triton.jit
+def filled(d, product, g, mean):
+    """D, where elements that no refresh has seen get the mean."""
+    return tl.where(is_unknown(d) & is_unseen(product, g, False), mean, d)
+
+
+@triton.jit
 def curvature(d, sample, s):
     """D = beta2 D + (1 - beta2) sample. D starts at -0; the first sample weighs as if it had always been there."""
     averaged = s.beta2 * d + s.one_minus_beta2 * sample

@@ -19,7 +19,7 @@ TRAIN, PRODUCTS = "bench_train.py", "bench_hvp.py"
 def paper_cost(contender: str) -> float | None:
     """The paper's count for a method; it has none for finite differences, nor for the eager loop."""
     method, _, kind = contender.partition(" ")
-    return None if "difference" in kind else PAPER_GC.get(method.rstrip(","))
+    return None if "difference" in kind or "quarter" in kind else PAPER_GC.get(method.rstrip(","))
 
 
 def cost(run: Run, plots: Plots) -> Section:

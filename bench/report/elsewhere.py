@@ -92,7 +92,7 @@ def gpu(root: Path = ROOT, timed: bool = False) -> Section:
     )
     body += _bytes()
     for path, marker, caption, command in (
-        ("docs/gpu.md", "cuda predictions", "Prediction: time of a step's passes on one GPU", "make prove-gpu"),
+        ("docs/gpu-tables.md", "cuda predictions", "Prediction: time of a step's passes on one GPU", "make prove-gpu"),
         ("docs/scale.md", "scale", "Prediction: traffic between GPUs for 1.5 billion parameters", "make scale"),
     ):
         page = root / path

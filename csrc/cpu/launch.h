@@ -24,6 +24,8 @@ using Kernel = Result(const Row& row, int64_t begin, int64_t size, Args...);
   K(momentum_ascent, void, const AscentArgs&) \
   K(gap_sums, GapSums)                        \
   K(decompose, void, const GapScales*)        \
+  K(unseen_sums, Unseen)                      \
+  K(fill_unseen, void, float)                 \
   K(rademacher, void, uint64_t, uint32_t)     \
   K(probe, void, uint64_t, uint32_t, double)  \
   K(step, Stepped, const StepArgs&, bool)
@@ -57,6 +59,7 @@ SASSHA_DECLARE_KERNELS(avx512)
 #include <algorithm>
 #include <optional>
 
+#include "../math.h"
 #include "../rows.h"
 #include "parallel.h"
 
@@ -141,6 +144,32 @@ struct Cpu {
 
   static void decompose(const Rows& rows, const GapScales* scales) {
     for_each_piece(rows, kernels().decompose, scales);
+  }
+
+  static void unseen_sums(const Rows& rows, const Tally* tallies, Unseen* sums) {
+    const Pieces pieces(rows.data, rows.size);
+    std::vector<Unseen> partial(static_cast<size_t>(pieces.size()));
+    pieces.for_each([&](int64_t i, const Piece& piece) {
+      const Row& row = rows.data[piece.row];
+      if (left_some_out(row, tallies[piece.row])) {
+        partial[i] = kernels().unseen_sums(row, piece.begin, piece.size);
+      }
+    });
+    std::fill(sums, sums + rows.size, Unseen{});
+    for (int64_t i = 0; i < pieces.size(); ++i) {
+      Unseen& sum = sums[pieces[i].row];
+      sum.elements += partial[i].elements;
+      sum.known += partial[i].known;
+      sum.curvature += partial[i].curvature;
+    }
+  }
+
+  static void fill_unseen(const Rows& rows, const Unseen* sums) {
+    Pieces(rows.data, rows.size).for_each([&](int64_t, const Piece& piece) {
+      const Unseen& sum = sums[piece.row];
+      if (!has_mean(sum)) return;
+      kernels().fill_unseen(rows.data[piece.row], piece.begin, piece.size, mean_curvature(sum));
+    });
   }
 
   static void rademacher(const Rows& rows, uint64_t seed, uint32_t draw) {

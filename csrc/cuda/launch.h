@@ -63,6 +63,8 @@ struct Cuda {
   static void momentum_ascent(const DeviceRows& rows, const AscentArgs& args);
   static void gap_sums(const DeviceRows& rows, GapSums* total);
   static void decompose(const DeviceRows& rows, const GapScales* scales);
+  static void unseen_sums(const DeviceRows& rows, const Tally* tallies, Unseen* sums);
+  static void fill_unseen(const DeviceRows& rows, const Unseen* sums);
   static void rademacher(const DeviceRows& rows, uint64_t seed, uint32_t draw);
   static void probe(const DeviceRows& rows, double h, uint64_t seed, uint32_t draw);
 };

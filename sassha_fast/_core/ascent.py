@@ -5,21 +5,22 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .. import reference
-from .._passes.accessors import IDLE_REFCOUNT, requires_grad, version
+from .._passes.accessors import IDLE_REFCOUNT, requires_grad, used_here, version
 from .._passes.plan import Plan
 from .._passes.reference import Stepped
 from .._passes.shards import local
+from ..checks import user_level
+from ..reference import ascend, compute_dtype
 from .gap import kept_gradients
-from .keys import ASCENT_DRAW, ASCENT_SCALE, WEIGHT
-from .state import state_tensors
-from .step import Ascent, Parts, Step, changed_since
+from .keys import ASCENT_DRAW, ASCENT_SCALE, EXP_AVG, WEIGHT
+from .state import new_state, state_tensors
+from .step import Ascent, Parts, Step, changed_since, some_of
 
 
 class GradientAscent(Ascent):
@@ -49,7 +50,7 @@ class GradientAscent(Ascent):
             f"{options.caller}.step: rho is {rho}, but the weights were not perturbed, so this is a step with rho = 0. "
             "Use opt.step(closure), or a first backward pass and opt.perturb_weights(), the second backward pass and "
             "opt.unperturb() before opt.step(); or construct it with rho=0",
-            stacklevel=7,  # the line that called step()
+            stacklevel=user_level(),  # the line that called step()
         )
 
     @override
@@ -68,23 +69,25 @@ class GradientAscent(Ascent):
         pairs = zip(step.radii(), groups, strict=True)
         signed = [-radius if group.get("maximize") else radius for radius, group in pairs]
         offsets = [group["perturb_eps"] for group in groups]
-        scales = reference.ascent_scales(square_sums, signed, offsets, on_device=parts.options.capturable)
+        scales = plan.ascent_scales(square_sums, signed, offsets, on_device=parts.options.capturable)
         step.refresh.measure(plan)
         plan.count_draw(step.noise_draw(plan))
         step.moved = plan  # from here on there is something to come back from, if the kernel runs
         plan.perturb(scales, take_grads=idle, seed=parts.options.seed)
         step.note_move(plan)
         if zero_grad:
+            used_here(map(local, grads) if plan.sharded else grads)
             parts.params.clear_grads()
         parts.stats.square_sums, parts.stats.scales = square_sums, scales
 
     @override
-    def come_back(self, step: Step, plan: Plan, *, tell_autograd: bool) -> None:
-        plan.restore()
+    def come_back(self, step: Step, plan: Plan, *, tell_autograd: bool) -> str | None:
+        replaced = plan.restore()
         if tell_autograd:
             step.parts.weights_moved(plan)
         elif plan.sharded:
             step.parts.reducer.reshard()
+        return some_of(replaced)
 
 
 class NoAscent(GradientAscent):
@@ -130,12 +133,15 @@ class MomentumAscent(Ascent):
         step.note_move(plan)
 
     @override
-    def come_back(self, step: Step, plan: Plan, *, tell_autograd: bool) -> None:
+    def come_back(self, step: Step, plan: Plan, *, tell_autograd: bool) -> str | None:
         self.derive(step.parts, plan.params)
+        return None
 
     @override
-    def prepare_update(self, step: Step) -> None:
+    def prepare_update(self, step: Step, plan: Plan) -> None:
         self.refuse_evaluating(step.parts, "step")
+        if self._held is not None and self._held[0] is not plan:
+            self._refuse_replaced(step.parts, self._held[0])
         pairs = zip(step.next_rho(), step.parts.params.groups, strict=True)
         self._scale_signs = [rho * group["sign"] for rho, group in pairs]
 
@@ -147,7 +153,7 @@ class MomentumAscent(Ascent):
         assert square_sums is not None
         offsets = [group["perturb_eps"] for group in parts.params.groups]
         on_device = parts.options.capturable
-        scales = reference.ascent_scales(square_sums, self._scale_signs, offsets, on_device=on_device)
+        scales = plan.ascent_scales(square_sums, self._scale_signs, offsets, on_device=on_device)
         draw = step.noise_draw(plan)
         plan.count_draw(draw)
         plan.momentum_ascent(scales, parts.options.seed)
@@ -177,25 +183,73 @@ class MomentumAscent(Ascent):
         """Which parameters were changed by others while they held x + ε, None if none were."""
         return None if self._held is None else changed_since(*self._held)
 
+    def refuse_changed(self, parts: Parts, changed: str) -> NoReturn:
+        """Raises: an update of x would lose what others made of x + ε."""
+        raise RuntimeError(
+            f"{parts.options.caller}.step: {changed} changed in place while holding x + ε, and the update of "
+            "x would lose that; change weights within `with opt.true_weights():`. opt.eval() goes back to x now"
+        )
+
+    def _refuse_replaced(self, parts: Parts, plan: Plan) -> None:
+        """Raises if a parameter was given other values by ``p.data =``. ``model.to()`` gives it the same elsewhere."""
+        for i in plan.replaced():
+            p, entry = plan.params[i], parts.params.state.get(plan.params[i])
+            if not entry or p.shape != entry[WEIGHT].shape:
+                continue
+            x, m = local(entry[WEIGHT]), local(entry[EXP_AVG])
+            exact = compute_dtype(x.dtype)
+            scale = torch.as_tensor(entry[ASCENT_SCALE], dtype=exact, device=x.device)
+            wanted = ascend(x.to(exact), m, scale, adaptive=parts.options.variant.scales_by_weight(p.dim()))
+            rounding = 0.0 if x.dtype == exact else 2.0 * torch.finfo(x.dtype).eps
+            if not torch.allclose(local(p.data).to(wanted), wanted, rtol=rounding, atol=0.0, equal_nan=True):
+                self.refuse_changed(parts, plan.names[i])
+
     # ---- which weights the parameters hold ----------------------------------------------------------------------
+
+    def untouched(self, parts: Parts) -> list[Tensor]:
+        """Parameters whose x is in state and that hold x + ε, as far as is known: nobody else changed them."""
+        plan, versions = self._held or (None, [])
+        changed = set() if plan is None else _changed(plan.params, versions)
+        return [p for p in self.kept(parts) if id(p) not in changed]
+
+    def recover(self, parts: Parts) -> None:
+        """If somebody dropped the state, and x with it: begins anew from x, or from what others made of x + ε."""
+        if self._held is None:
+            return
+        (plan, versions), state = self._held, parts.params.state
+        if len(state) >= len(plan.params) and all(map(state.get, (plan.params[0], plan.params[-1]))):
+            return
+        changed, replaced = _changed(plan.params, versions), set(plan.replaced())
+        for i, (p, x) in enumerate(zip(plan.params, plan.xs, strict=True)):
+            if not state.get(p):
+                entry = state[p] = new_state(p, on_device=parts.options.capturable, x_in_state=True)
+                if id(p) not in changed and i not in replaced:
+                    local(entry[WEIGHT]).copy_(local(x))
+        self._hold(plan)
 
     def kept(self, parts: Parts) -> list[Tensor]:
         """Parameters whose x is in state."""
         state = parts.params.state
         return [p for p in parts.params.all if WEIGHT in state.get(p, ())]
 
-    def show_x(self, parts: Parts) -> None:
-        """Writes x into the parameters."""
-        plan = parts.params.plan_of(self.kept(parts), parts.options)
+    def show_x(self, parts: Parts, chosen: Iterable[Tensor] | None = None) -> None:
+        """Writes x into the parameters, or into those that are chosen."""
+        plan = parts.params.plan_of(self.kept(parts) if chosen is None else list(chosen), parts.options)
         self._hold(None)
         if plan is not None:
             plan.bind_state(parts.params.states(plan, parts.options), state_tensors(x_in_state=True))
             plan.show_x()
             parts.weights_moved(plan)
 
-    def watch(self, parts: Parts) -> None:
-        """Notices from now on if anybody else changes the parameters, which hold x + ε."""
+    def watch(self, parts: Parts, untouched: Sequence[Tensor] | None = None) -> None:
+        """Notices from now on if anybody else changes the parameters, which hold x + ε; others than these are changed
+        already.
+        """
         self._hold(parts.params.plan_of(self.kept(parts), parts.options))
+        if self._held is not None and untouched is not None:
+            plan, versions = self._held
+            known = set(map(id, untouched))
+            self._held = plan, [v if id(p) in known else -1 for p, v in zip(plan.params, versions, strict=True)]
 
     def adopt(self, parts: Parts) -> None:
         """Makes what the parameters hold the new x."""
@@ -223,9 +277,15 @@ class MomentumAscent(Ascent):
             plan.bind_state(params.states(plan, options), state_tensors(x_in_state=True))
             plan.count_draw(draw)
             device = plan.draws[0].device
-            values = [torch.as_tensor(scales.get(g, 0.0), device=device) for g in range(plan.n_groups)]
-            plan.momentum_ascent(torch.stack([v.to(torch.float32) for v in values]), options.seed)
+            numbers = [scales.get(g, 0.0) for g in range(plan.n_groups)]
+            values = [torch.as_tensor(number, dtype=torch.float32, device=device) for number in numbers]
+            plan.momentum_ascent(torch.stack(values), options.seed)
             parts.weights_moved(plan)
+
+
+def _changed(params: Sequence[Tensor], versions: Sequence[int]) -> set[int]:
+    """The ``id`` of those whose version is another."""
+    return {id(p) for p, before in zip(params, versions, strict=True) if p._version != before}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -156,6 +158,7 @@ def run(
     closure: Closure | Accumulated,
     hessian_closure: Closure | Accumulated | None = None,
     *,
+    ascent_closure: Closure | Accumulated | None = None,
     scaler: GradScaler | None = None,
     unscale: Callable[[], None] | None = None,
 ) -> Tensor | float:
@@ -167,15 +170,19 @@ def run(
         step: The step, which has just begun.
         closure: Computes the gradients.
         hessian_closure: Computes gradients for the products of a refresh.
+        ascent_closure: Computes the gradients that the ascent follows, if there is one.
         scaler: Scales the losses of the closures.
         unscale: Takes its scale out of the gradients.
 
     Returns:
-        The loss of the first pass.
+        The loss of the first pass of ``closure``.
     """
-    if step.clock == 0 and step.parts.reducer.model is None and isinstance(closure, Checked):
+    looks = step.parts.reducer.model is None and not step.parts.has_looked
+    step.parts.has_looked = True
+    if looks and isinstance(closure, Checked):
         warn_of_lightning(step, closure.function)
-    return _guarded(step, lambda random: _in_order(step, closure, hessian_closure, random, scaler, unscale))
+    closures = _Closures(closure, ascent_closure, hessian_closure)
+    return _guarded(step, lambda random: _in_order(step, closures, random, scaler, unscale), watch=looks)
 
 
 def run_shadow(step: Step) -> None:
@@ -186,11 +193,21 @@ def run_shadow(step: Step) -> None:
         return 0.0
 
     step.is_shadow = True
-    _guarded(step, lambda random: _in_order(step, no_data, None, random, None, None))
+    _guarded(step, lambda random: _in_order(step, _Closures(no_data), random, None, None))
     step.parts.params.clear_grads()
 
 
-def _guarded(step: Step, passes: Callable[[RandomState], Tensor | float]) -> Tensor | float:
+def is_running(step: Step) -> bool:
+    """Whether this thread is within the passes of a step. Its flag does not tell after a second interrupt."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _guarded.__code__ and frame.f_locals.get("step") is step:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _guarded(step: Step, passes: Callable[[RandomState], Tensor | float], *, watch: bool = False) -> Tensor | float:
     model = step.parts.reducer.model
     random = RandomState(step.parts.params.devices())
     statistics = RunningStatistics.of(model) if model is not None else None
@@ -198,23 +215,34 @@ def _guarded(step: Step, passes: Callable[[RandomState], Tensor | float]) -> Ten
         # On a refresh also the first pass avoids what has no double backward: compiled and eager dropout, say, draw
         # different masks from one seed.
         contexts = refresh_contexts(model) if step.differentiates else []
-        if model is None and step.clock == 0:
+        if watch:
             contexts.append(partial(watched_statistics, step))
         return within(contexts, lambda: passes(random))
     except BaseException:
         step.is_broken = True
-        step.roll_back()
-        if step.is_undone:
-            random.restore()
-            if statistics is not None:
-                statistics.restore()
+        try:
+            step.roll_back()
+        finally:  # a second interrupt does not keep the rest from coming back
+            if step.is_undone:
+                try:
+                    random.restore()
+                finally:
+                    if statistics is not None:
+                        statistics.restore()
         raise
+
+
+class _Closures(NamedTuple):
+    """What the passes of a step call: ``main`` gives the gradient to descend along, and the rest where it is alone."""
+
+    main: Closure | Accumulated
+    ascent: Closure | Accumulated | None = None
+    hessian: Closure | Accumulated | None = None
 
 
 def _in_order(
     step: Step,
-    closure: Closure | Accumulated,
-    hessian_closure: Closure | Accumulated | None,
+    closures: _Closures,
     random: RandomState,
     scaler: GradScaler | None,
     unscale: Callable[[], None] | None,
@@ -226,23 +254,33 @@ def _in_order(
     # the descent's, unless they are taken apart before.
     send_descent = options.perturb_sync or not step.decomposes
     send_first = options.perturb_sync if ascends else send_descent
-    own = hessian_closure is None  # the descent's pass gives the products
+    own = closures.hessian is None  # the descent's pass gives the products
 
     before = _a_gradient(params)
-    loss = _pass(step, closure, differentiate=own and not ascends, send=send_first, is_descent=not ascends)
+    loss: Tensor | float | None = None
+    if ascends and closures.ascent is not None:  # its loss is of another batch, so there is nothing to compare it with
+        _replayed(step, closures.ascent, random, differentiate=False, send=send_first, is_descent=False)
+    else:
+        loss = _pass(step, closures.main, differentiate=own and not ascends, send=send_first, is_descent=not ascends)
     _warn_of_sums(params, before, options.caller)
     probes = not options.exact and step.hessian_due  # which need a way back, if of an ascent of length 0
     if (ascends or probes) and (options.perturb_sync or not step.is_shadow):  # without data there is no own ascent
         step.climb(zero_grad=ascends)
-    if ascends:
-        second = _replayed(step, closure, random, differentiate=own, send=send_descent)
+    if loss is None:  # the first pass of the batch whose BatchNorm statistics are to be kept
+        random.restore()
+        loss = _pass(step, closures.main, differentiate=own, send=send_descent)
+        stats.ascent_gap = torch.tensor(math.nan, dtype=torch.float64)
+    elif ascends:
+        second = _replayed(step, closures.main, random, differentiate=own, send=send_descent)
         gap = second - loss
-        stats.ascent_gap = gap.double() if isinstance(gap, Tensor) else torch.tensor(gap, dtype=torch.float64)
+        stats.ascent_gap = (
+            gap.double() if isinstance(gap, Tensor) else torch.tensor(gap, dtype=torch.float64, device="cpu")
+        )
     curvature = None
-    if hessian_closure is not None and step.hessian_due:
-        curvature = _products_of(step, hessian_closure, random)
+    if closures.hessian is not None and step.hessian_due:
+        curvature = _products_of(step, closures.hessian, random)
     elif step.probes_due and not step.is_shadow:
-        _probe(step, closure, random)
+        _probe(step, closures.main, random)
     if options.hvp_point == "upstream":  # asks for x before the product, which the graph must not notice
         step.come_back(tell_autograd=False)
     fused = scaler is None and not (options.variant.gap or options.variant.by_filter)
@@ -290,13 +328,19 @@ def _pass(
 
 
 def _replayed(
-    step: Step, closure: Closure | Accumulated, random: RandomState, *, differentiate: bool, send: bool = False
+    step: Step,
+    closure: Closure | Accumulated,
+    random: RandomState,
+    *,
+    differentiate: bool,
+    send: bool = False,
+    is_descent: bool = True,
 ) -> Tensor | float:
-    """A further call of a closure: the random numbers of the first, and BatchNorm statistics left alone."""
+    """A call of a closure with the random numbers that the step began with. BatchNorm statistics are left alone."""
     model = step.parts.reducer.model
     random.restore()
     contexts = [] if model is None else [partial(frozen_batchnorm, model)]
-    return within(contexts, lambda: _pass(step, closure, differentiate=differentiate, send=send))
+    return within(contexts, lambda: _pass(step, closure, differentiate=differentiate, send=send, is_descent=is_descent))
 
 
 def _probe(step: Step, closure: Closure | Accumulated, random: RandomState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -95,14 +96,64 @@ def frozen_batchnorm(model: nn.Module) -> Iterator[None]:
             module.track_running_stats = value
 
     try:
-        track(False)
-        yield
-        track(True)
+        try:
+            track(False)
+            yield
+        finally:
+            track(True)
     except BaseException:  # of the pass, or an interrupt at any line here
-        track(True)
-        others.restore()
+        try:
+            track(True)
+        finally:
+            others.restore()
         raise
     others.restore()
+
+
+class Switch:
+    """A context of the whole process that threads share: the first one in enters it, the last one out leaves it.
+
+    Each on its own would put back what it found, and so what another had switched.
+    """
+
+    def __init__(self, make: MakesContext) -> None:
+        """Takes what makes the context."""
+        self._make = make
+        self._lock = threading.RLock()
+        self._users: set[object] = set()
+        self._entered: AbstractContextManager[Any] | None = None
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """The context, for one user."""
+        user = object()
+        try:
+            self._enter(user)
+            yield
+            self._leave(user)
+        except BaseException:  # of the pass, or an interrupt at any line here
+            self._leave(user)
+            raise
+
+    def _enter(self, user: object) -> None:
+        with self._lock:
+            self._users.add(user)
+            if self._entered is None:
+                # In one line, so that what is switched, by making it or by entering it, is known to be.
+                self._entered = ((made := self._make()).__enter__(), made)[1]
+
+    def _leave(self, user: object) -> None:
+        """May be called twice."""
+        with self._lock:
+            self._users.discard(user)
+            if not self._users and self._entered is not None:
+                self._entered.__exit__(None, None, None)
+                self._entered = None
+
+
+_MATH_ATTENTION = Switch(partial(sdpa_kernel, SDPBackend.MATH))
+_EAGER = Switch(lambda: torch.compiler.set_stance("force_eager"))
+_NO_CUDNN = Switch(partial(torch.backends.cudnn.flags, enabled=False))
 
 
 def refresh_contexts(model: nn.Module | None = None) -> list[MakesContext]:
@@ -114,11 +165,11 @@ def refresh_contexts(model: nn.Module | None = None) -> list[MakesContext]:
     Args:
         model: The network, if it is known. cuDNN stays on for one without RNNs.
     """
-    contexts: list[MakesContext] = [partial(sdpa_kernel, SDPBackend.MATH)]
+    contexts: list[MakesContext] = [_MATH_ATTENTION.on]
     if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
-        contexts.append(partial(torch.compiler.set_stance, "force_eager"))
+        contexts.append(_EAGER.on)
     if model is None or any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        contexts.append(partial(torch.backends.cudnn.flags, enabled=False))
+        contexts.append(_NO_CUDNN.on)
     return contexts
 
 
@@ -144,5 +195,8 @@ def within(contexts: Iterable[MakesContext], run: Callable[[], R]) -> R:
         stack.close()
         return result
     except BaseException:
-        stack.__exit__(*sys.exc_info())  # what is left already is not left again
+        try:
+            stack.__exit__(*sys.exc_info())  # what is left already is not left again
+        finally:
+            stack.close()  # which a second interrupt may have kept it from
         raise

@@ -112,6 +112,7 @@ class Refresh:
             draw=self._draw,
             elements=self._params.elements,
             signed=self._parallel,
+            caller=f"{options.caller}.{caller}",
         )
         if found is not None:
             products, scale = found

@@ -10,21 +10,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .._passes.layout import PROBE_GRADIENT, SIGNED_PRODUCT, Scalars
+from .._passes.accessors import used_here
+from .._passes.layout import SIGNED_PRODUCT, DeviceScalars, Scalars, StepScalars
 from .._passes.plan import Plan
 from .._passes.reference import Products, tally
 from .._passes.shards import local
-from ..reference import is_unknown
+from .._passes.upload import is_capturing
+from ..reference import is_unseen
 from ..stats import Stats
 from .curvature import Curvature
 from .device_scalars import device_scalars
-from .keys import BIAS2, HESSIAN, HESSIAN_STEP, STEP
+from .keys import BIAS2, HESSIAN_STEP, STEP
 from .options import Options
+from .outcome import Outcome, Refreshed
 from .params import Parameters
 from .products import filter_means, without_zeros
 from .scalars import Request, cohort_scalars
 from .state import state_tensors
 from .step import Amp, Descent, Step
+
+BIAS2_COLUMN, BIAS2_KEPT_COLUMN = map(StepScalars._fields.index, ("bias2", "bias2_kept"))
 
 
 class Preconditioned(Descent):
@@ -45,7 +50,7 @@ class Preconditioned(Descent):
             step.write_schedules()
             stats.skipped_steps += 1
             return
-        step.parts.ascent.prepare_update(step)
+        step.parts.ascent.prepare_update(step, plan)
         update = _Update(step, plan, curvature, grad_scale, skip)
         if step.moved is not plan and not options.variant.x_in_state:
             step.come_back()  # other parameters had gradients in the first pass, or there was no ascent
@@ -67,6 +72,10 @@ class _Update:
         """Computes scalars and prepares products."""
         params, options, groups = step.parts.params, step.parts.options, step.groups_of_update()
         self.step, self.plan, self.skip = step, plan, skip
+        before = params.outcome
+        self.retry_clock = None if before is None else before.retry_clock  # what it brought is needed now
+        if before is not None:
+            params.without_curvature(plan)  # which the plan remembers, if there is none
         self.states = params.states(plan, options)
         plan.bind_state(self.states, state_tensors(x_in_state=options.variant.x_in_state))
         self.coarse = curvature.coarse
@@ -79,7 +88,7 @@ class _Update:
         request = Request(curvature.scale, grad_scale, skip, options.bias_correction, options.lazy_hessian)
         self.scalars: Scalars
         if options.capturable:
-            self.scalars = device_scalars(groups, plan.groups, self.steps, bias2, refreshed, request)
+            self.scalars = device_scalars(groups, plan.groups, self.steps, bias2, refreshed, request, plan.constants)
             self.cohorts = plan.ranks
         else:
             self.scalars, self.cohorts = cohort_scalars(
@@ -94,15 +103,17 @@ class _Update:
             self.grads = [p.grad for p in plan.params if p.grad is not None]
             if plan.sharded:
                 self.grads = list(map(local, self.grads))
-        self.tallies: dict[int, Tensor] = {}  # of products before they were averaged over filters, by position
+        # Of products before they were averaged over filters, by position: their tally, and elements not seen.
+        self.tallies: dict[int, tuple[Tensor, Tensor]] = {}
         products = self.given
         if products is not None and options.variant.by_filter:
             products = self._averaged_over_filters(products, options.seed)
         if products is not None and curvature.coarse:
             products = without_zeros(products, self.grads, zero_is_seen=self.zero_is_seen)
         self.products = products
-        self.stats_before = (step.parts.stats.refreshes, step.parts.stats.partial_refreshes)
-        self.skipped_before = step.parts.stats.skipped_refreshes
+        stats = step.parts.stats
+        self.trace_before, self.share_before = stats.trace, stats.negative_share
+        self.counts_before = (stats.refreshes, stats.partial_refreshes, stats.skipped_refreshes)
         self.next_steps: tuple[Tensor, ...] = ()
         if options.capturable:
             if isinstance(skip, Tensor):
@@ -118,7 +129,9 @@ class _Update:
                 continue
             h = value if products.kinds[i] == SIGNED_PRODUCT else value * self.plan.rademacher([i], seed, self.draw)[0]
             row = self.scalars[self.cohorts[i]]
-            self.tallies[i] = tally(h, row, self.grads[i], zero_is_seen=self.zero_is_seen)
+            own = tally(h, row, self.grads[i], zero_is_seen=self.zero_is_seen)
+            unseen = is_unseen(h, self.grads[i], zero_is_seen=self.zero_is_seen)
+            self.tallies[i] = own, unseen.sum(dtype=torch.float64)
             found.values[i], found.kinds[i] = filter_means(h), SIGNED_PRODUCT
         return found
 
@@ -137,11 +150,20 @@ class _Update:
             zero_is_seen=self.zero_is_seen,
         )
         found = self.plan.found()
+        outcome = None if found.tallies is None else self._outcome(found.tallies)
         parts.ascent.follow_update(self.step, self.plan, self.states, found)
+        if self.given is not None:
+            used_here(self.given.values)
+        self.plan.end_step()
         self.step.write_schedules()
         next_clock = self.step.clock + 1
-        if found.tallies is not None and not self._record_refresh(found.tallies) and self.step.refresh.scheduled:
-            next_clock = self.step.clock  # a scheduled refresh that failed is still due
+        if self.retry_clock is not None and not self.step.refresh.scheduled:
+            next_clock = self.retry_clock  # a scheduled refresh that failed, unnoticed until now, is due again
+        if outcome is not None and not outcome.is_late:
+            retry = outcome.retry_clock
+            next_clock = next_clock if retry is None else retry
+            outcome = None
+        parts.params.outcome = outcome
         if options.capturable:
             self._count_on_device(next_clock)
             return
@@ -151,79 +173,91 @@ class _Update:
     def _count_on_device(self, next_clock: int) -> None:
         """Advances step counts on the device, and the clock here."""
         torch._foreach_copy_(self.steps, self.next_steps)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.steps[0].device):
             return  # nothing happens now; replayed() tells when it does
         for entry in self.states:
             entry[HESSIAN_STEP] = next_clock
 
-    def _record_refresh(self, tallies: Tensor) -> bool:
-        """Takes over what a refresh brought. Returns whether it brought anything, or there was nothing to bring.
+    # ---- refreshes ----------------------------------------------------------------------------------------------
 
-        If every product of a parameter rounds to zero, it counts as refreshed; if they overflow, it is tried again.
-        """
+    def _outcome(self, tallies: Tensor) -> Outcome:
+        """What a refresh brought; on a device, nothing is read of it."""
         assert self.given is not None
-        stats, values = self.step.parts.stats, self.given.values
-        for i, own in self.tallies.items():
-            tallies[i] = own
-        if isinstance(self.skip, Tensor) and bool(self.skip):  # gradients overflowed: nothing has happened
-            stats.skipped_refreshes = self.skipped_before + 1
-            return False
-        seen = tallies[:, 2].tolist()
-        lost = self._fill_unseen(seen)
-        bias2 = [self.scalars[cohort].bias2 for cohort in range(len(self.scalars))]
+        values, plan, stats = self.given.values, self.plan, self.step.parts.stats
+        skip = self.skip.to(tallies.device) if isinstance(self.skip, Tensor) else tallies.new_zeros(())
+        unseen = self._fill_unseen(tallies, skip)
+        for i, (own, left_out) in self.tallies.items():
+            tallies[i], unseen[i] = own, left_out
+        rounded, ask = torch.zeros_like(unseen), None
+        if self.coarse and tallies.device.type == "cpu":
+            ask = self._all_rounded  # which is asked of few
+        elif self.coarse:
+            flags = [tallies.new_zeros(()) if v is None else self._is_rounded(v) for v in values]
+            rounded = torch.stack(flags).to(tallies)
+        rows = torch.stack((tallies[:, 2], unseen, rounded), dim=1)
+        self._write_stats(tallies, skip)
         on_device = self.step.parts.options.capturable
-        for i, (entry, value, cohort) in enumerate(zip(self.states, values, self.cohorts, strict=True)):
-            if value is None:
-                continue
-            if seen[i] or not lost.get(i) or self._all_rounded(value):
-                if on_device:
-                    entry[BIAS2].copy_(bias2[cohort])  # in place: a captured step reads it there
-                else:
-                    entry[BIAS2] = bias2[cohort]
-        total = sum(seen)
-        if total == 0 and any(lost.values()):
-            stats.skipped_refreshes = self.skipped_before + 1
-            return False
-        refreshes, partial = self.stats_before
-        stats.refreshes, stats.partial_refreshes = refreshes + 1, partial + any(lost.values())
-        stats.trace = tallies[:, 0].sum()
-        stats.negative_share = tallies[:, 1].sum() / max(total, 1.0)
-        return True
+        if on_device:
+            self._correct_on_device(rows, skip)
+        bias2 = [0.0 if on_device else self.scalars[cohort].bias2 for cohort in range(len(self.scalars))]
+        corrections = [None if v is None else bias2[c] for v, c in zip(values, self.cohorts, strict=True)]
+        refreshed = Refreshed(self.states, plan.numels, corrections, self.step.clock, self.step.refresh.scheduled)
+        report = torch.cat((rows.flatten(), skip.reshape(1)))
+        return Outcome(refreshed, report, stats, self.counts_before, on_device=on_device, rounded=ask)
 
-    def _fill_unseen(self, seen: list[float]) -> dict[int, float]:
+    def _fill_unseen(self, tallies: Tensor, skip: Tensor) -> Tensor:
         """Gives elements that no refresh has seen yet the mean curvature of their parameter, if it has one.
 
         A token that comes for the first time then takes a step like the others. From then on the mean is its D, with
         which later samples are averaged.
 
-        Args:
-            seen: How many elements of each parameter were seen.
-
         Returns:
-            How many elements of parameters were lost to overflow or to rounding, by position, where any were not seen.
+            How many elements of each parameter the refresh did not see.
         """
-        assert self.given is not None
-        values, kinds, plan = *self.given, self.plan
-        places = [i for i, v in enumerate(values) if v is not None and seen[i] < plan.numels[i]]
-        if not places or self.zero_is_seen:
-            return {i: plan.numels[i] - seen[i] for i in places}
-        curvatures = [local(self.states[i][HESSIAN]) for i in places]
-        masks, counts = [], []
-        for i, d in zip(places, curvatures, strict=True):
-            nothing = self.grads[i] if kinds[i] == PROBE_GRADIENT else 0.0
-            unseen, unknown = (local(values[i]) == nothing) & (self.grads[i] == 0), is_unknown(d)  # type: ignore[arg-type]
-            masks.append(unseen & unknown)
-            known = torch.where(unknown, 0.0, d).to(torch.float64).sum()
-            counts.append(torch.stack([t.double() for t in (unseen.sum(), known, (~unknown).sum())]))
-        totals = plan.over_shards_of(places, counts).tolist()
-        for d, mask, (_, total, number) in zip(curvatures, masks, totals, strict=True):
-            if number:
-                d.copy_(torch.where(mask, torch.full_like(d, total / number), d))
-        return {i: plan.numels[i] - seen[i] - unseen for i, (unseen, _, _) in zip(places, totals, strict=True)}
+        if self.zero_is_seen:
+            return torch.zeros_like(tallies[:, 0])
+        sums = self.plan.unseen_sums()
+        if isinstance(self.skip, Tensor):  # only the device knows whether anything has happened
+            sums = torch.where(skip == 0, sums, torch.zeros_like(sums))
+        self.plan.fill_unseen(sums)
+        return sums[:, 0]
 
-    def _all_rounded(self, value: Tensor) -> bool:
-        """Whether products without a finite element were lost to rounding. Shards have to agree, so they say yes."""
-        return self.coarse and (self.plan.sharded or bool(value.isfinite().all()))
+    def _write_stats(self, tallies: Tensor, skip: Tensor) -> None:
+        """Trace and share of negative curvature; those of the last refresh stay if this one saw nothing."""
+        stats = self.step.parts.stats
+        total = tallies[:, 2].sum()
+        stays = (skip != 0) | (total == 0)
+        trace, share = tallies[:, 0].sum(), tallies[:, 1].sum() / torch.clamp(total, min=1.0)
+        before = self.trace_before, self.share_before
+        stats.trace, stats.negative_share = (
+            torch.where(stays, old.to(new), new) for old, new in zip(before, (trace, share), strict=True)
+        )
+
+    def _correct_on_device(self, rows: Tensor, skip: Tensor) -> None:
+        """Writes 1 − β2^t of those that have a new curvature, in place: a captured step reads it there."""
+        assert isinstance(self.scalars, DeviceScalars)
+        assert self.given is not None
+        seen, unseen, rounded = rows.unbind(1)
+        sizes = self.plan.constants.constant(self.plan.numels, rows.device, name="sizes")
+        lost = sizes - seen - unseen > 0
+        if self.coarse and rows.device.type == "cpu":
+            flags = [v is not None and self._all_rounded(i) for i, v in enumerate(self.given.values)]
+            rounded = torch.tensor(flags, dtype=rows.dtype, device="cpu")
+        good = (skip == 0) & ((seen > 0) | ~lost | (rounded != 0))
+        table = self.scalars.table
+        newest = torch.where(good, table[:, BIAS2_COLUMN], table[:, BIAS2_KEPT_COLUMN])
+        targets = [entry[BIAS2] for entry in self.states]
+        torch._foreach_copy_(targets, list(newest.unbind()))
+
+    def _all_rounded(self, i: int) -> bool:
+        """Whether products of a parameter without a finite element were lost to rounding."""
+        assert self.given is not None
+        value = self.given.values[i]
+        return value is not None and bool(self._is_rounded(value))
+
+    def _is_rounded(self, value: Tensor) -> Tensor:
+        """The same on the device. Shards have to agree, so they say yes."""
+        return torch.ones((), device=value.device) if self.plan.sharded else value.isfinite().all()
 
 
 def _limits(options: Options, stats: Stats, plan: Plan, amp: Amp) -> tuple[float | Tensor, float | Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._passes.accessors import address
+from .._passes.accessors import address, used_here
 from .._passes.shards import local
 from .options import Options
 from .params import Grads, Parameters, owned
@@ -36,7 +36,9 @@ def decompose(params: Parameters, options: Options, firsts: Grads) -> None:
     plan.bind_grads(grads)
     kept = [firsts[i] for i in plan.positions]
     sums = plan.gap_sums([torch.zeros_like(g) if f is None else f for f, g in zip(kept, grads, strict=True)])
-    plan.decompose(reference.gap_scales(sums, [group["alpha"] for group in params.groups]))
+    alpha = plan.constants.vector([group["alpha"] for group in params.groups], sums.device)
+    used_here(None if f is None else local(f) for f in kept)
+    plan.decompose(reference.gap_scales(sums, alpha))
 
 
 def _own_grads(params: Parameters) -> None:

@@ -16,14 +16,18 @@ from torch.amp import GradScaler
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from .._parallel.reducer import Reducer
 from .._passes.accessors import no_grad, requires_grad
+from .._passes.shards import local
 from ..checks import check_count, check_param, parameter_name
 from ..stats import Stats
-from .closure import Accumulated, Closure, as_closure, run, run_shadow
+from ..variant import Ascent as AscentOf
+from .closure import Accumulated, Closure, as_closure, is_running, run, run_shadow
 from .contexts import KINKED, CreateGraph, frozen_batchnorm, refresh_context
+from .gap import decomposes
 from .guards import SyncedGraph
 from .keys import HESSIAN_STEP
 from .options import HYPERPARAMETERS, Options, check_group
@@ -126,7 +130,7 @@ class FusedOptimizer(Optimizer, Joinable):
             named, param = entry if isinstance(entry, tuple) else (None, entry)
             check_param(parameter_name(len(self.param_groups), i, named), param, caller=name)
         super().add_param_group(group)
-        self._step = None
+        self._give_up("add_param_group")
         self._parts.params.drop_plans()
         self._parts.reducer.reduced = None
 
@@ -146,7 +150,25 @@ class FusedOptimizer(Optimizer, Joinable):
     def _begin(self) -> Step:
         """A new step."""
         step = self._step = Step(self.parts)
+        self._parts.given_up_by = None
         return step
+
+    def _give_up(self, call: str) -> None:
+        """Forgets the step at hand. If its gradients were complete, :meth:`step` has to know by which call."""
+        step = self._current()
+        if step is not None and step.phase is Phase.COLLECTED:
+            self._parts.given_up_by = call
+        self._step = None
+
+    def _refuse_given_up(self) -> None:
+        """Raises if the coming refresh needs products that were taken, and then given up."""
+        parts, call = self.parts, self._parts.given_up_by
+        if call is not None and Step(parts).refresh.scheduled and not parts.params.have_graphs():
+            name = parts.options.caller
+            raise RuntimeError(
+                f"{name}.step: {call}() came between {parts.ascent.collector}() and step(), and the products of this "
+                f"refresh were given up; call zero_grad() and begin the step again, and {call}() before or after it"
+            )
 
     def _expected(self) -> Step:
         """The step at hand, or one to ask questions about the coming one."""
@@ -165,7 +187,10 @@ class FusedOptimizer(Optimizer, Joinable):
 
     def _refuse_in_closure(self, call: str) -> None:
         step = self._current()
-        if step is not None and step.driven:
+        if step is not None and step.driven and not is_running(step):  # a second interrupt kept it from its end
+            step.driven = False
+            step.roll_back()
+        elif step is not None and step.driven:
             name = self._parts.options.caller
             raise RuntimeError(
                 f"{name}.{call}: it was called within a closure of {name}.step, which runs all passes of the step "
@@ -204,7 +229,9 @@ class FusedOptimizer(Optimizer, Joinable):
         """Climbs to x + ε from the gradients of the first backward pass.
 
         Args:
-            zero_grad: Drop these gradients afterwards. Their memory then holds x until :meth:`unperturb`.
+            zero_grad: Drop these gradients afterwards. Their memory then holds x until :meth:`unperturb`. One that
+                somebody else holds is left alone, but views of its memory (``p.grad.detach()``, ``.view()``,
+                ``.numpy()``) are not seen: they show x then, so keep copies of gradients.
         """
         self._refuse_in_closure("perturb_weights")
         step, options = self._current(), self._parts.options
@@ -236,7 +263,8 @@ class FusedOptimizer(Optimizer, Joinable):
         if options.hvp_point == "upstream":  # the graph is still to be used, with weights that it did not see
             step.check_untouched("unperturb")
             step.come_back(tell_autograd=False)
-        step.collect("unperturb", scaler=scaler)
+        is_unscaled = scaler is not None and _has_unscaled(scaler, self)
+        step.collect("unperturb", scaler=scaler, is_unscaled=is_unscaled)
         step.come_back()
 
     @no_grad
@@ -250,7 +278,7 @@ class FusedOptimizer(Optimizer, Joinable):
         """
         self._refuse_in_closure("take_products")
         step = self._current()
-        if step is not None and step.phase is Phase.COLLECTED and step.climbed:
+        if step is not None and step.phase is Phase.COLLECTED and step.climbed and not step.is_stale:
             return  # unperturb() has taken them
         if step is None or step.phase is Phase.COLLECTED:  # a new first pass ends what was left open
             step = self._begin()
@@ -293,7 +321,8 @@ class FusedOptimizer(Optimizer, Joinable):
         self,
         closure: Closure | Accumulated | Sequence[Closure] | None = None,
         *,
-        hessian_closure: Closure | Sequence[Closure] | None = None,
+        ascent_closure: Closure | Accumulated | Sequence[Closure] | None = None,
+        hessian_closure: Closure | Accumulated | Sequence[Closure] | None = None,
         scaler: GradScaler | None = None,
     ) -> Tensor | float | None:
         """Takes a step: from the gradients that are there, or with a closure from beginning to end.
@@ -306,10 +335,13 @@ class FusedOptimizer(Optimizer, Joinable):
                 micro-batches: each runs forward and backward passes of its part of the loss and zeroes nothing.
             scaler: The ``torch.amp.GradScaler`` with which closures scale their losses. ``scaler.update()`` follows;
                 where gradients overflowed, nothing is changed. (``scaler.step(opt)`` is for hand-written loops.)
+            ascent_closure: Computes the gradient at x, which gives the ascent its direction, from another, usually
+                smaller, batch; ``closure`` is then called at x + ε alone, and moves BatchNorm statistics there. Both
+                begin with the same random numbers. Not called where ρ is 0.
             hessian_closure: On refreshes, computes the products from another, usually smaller, batch.
 
         Returns:
-            The loss of the closure's first call.
+            The loss of the closure's first call: at x, or with ``ascent_closure`` at x + ε.
 
         Without a closure and without :meth:`SASSHA.perturb_weights` before it, SASSHA takes a step with ρ = 0.
         """
@@ -317,30 +349,56 @@ class FusedOptimizer(Optimizer, Joinable):
         try:
             self._check_ready(closure=closure is not None)
             if closure is not None:
-                return self._step_with(closure, hessian_closure, scaler)
-            self._check_plain(hessian_closure, scaler)
+                return self._step_with(closure, ascent_closure, hessian_closure, scaler)
+            self._check_plain(ascent_closure, hessian_closure, scaler)
             self._step_from_grads()
             return None
         except BaseException:
             self._release_step()
-            for name in ("grad_scale", "found_inf"):  # of GradScaler.step, which takes them back only after a step
-                vars(self).pop(name, None)
+            _forget_scaler(self)
             raise
 
-    def _check_plain(self, hessian_closure: object, scaler: object) -> None:
+    @override
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As in ``torch.optim``. If the hook raises, nothing is left of a call of ``GradScaler.step``."""
+        return super().register_step_pre_hook(_Hook(hook))
+
+    @override
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As in ``torch.optim``. If the hook raises, nothing is left of a call of ``GradScaler.step``."""
+        return super().register_step_post_hook(_Hook(hook))
+
+    def _check_plain(self, *given: object) -> None:
         """Raises if a step without a closure was given what only passes can use."""
-        if hessian_closure is not None or scaler is not None:
+        if any(argument is not None for argument in given):
             parts = self._parts
             products = f"{parts.ascent.collector}(scaler=scaler) and " if parts.descent.has_curvature else ""
             raise TypeError(
-                f"{parts.options.caller}.step: hessian_closure or scaler was given without closure; pass a closure "
-                f"too, or use {products}scaler.step(opt) in a hand-written loop"
+                f"{parts.options.caller}.step: ascent_closure, hessian_closure or scaler was given without closure; "
+                f"pass a closure too, or use {products}scaler.step(opt) in a hand-written loop"
+            )
+
+    def _check_ascent(self) -> None:
+        """Raises if the ascent can't come from another batch than the descent."""
+        options = self._parts.options
+        name = options.caller
+        if options.variant.ascent is not AscentOf.GRADIENT:
+            raise TypeError(
+                f"{name}.step: ascent_closure is for the gradient that an ascent follows, and {name} takes no gradient "
+                "for one; leave it out"
+            )
+        if decomposes(self.parts.params, options):
+            raise ValueError(
+                f"{name}.step: ascent_closure gives the gradient of another batch, but with alpha above 0 the descent "
+                "is made of the gradients of both passes, which have to be of one batch; leave ascent_closure out, or "
+                "set alpha to 0"
             )
 
     def _step_with(
         self,
         closure: Closure | Accumulated | Sequence[Closure],
-        hessian_closure: Closure | Sequence[Closure] | None,
+        ascent_closure: Closure | Accumulated | Sequence[Closure] | None,
+        hessian_closure: Closure | Accumulated | Sequence[Closure] | None,
         scaler: GradScaler | None,
     ) -> Tensor | float:
         """All passes of a step."""
@@ -352,22 +410,27 @@ class FusedOptimizer(Optimizer, Joinable):
             )
         if hessian_closure is not None and not self._parts.descent.has_curvature:
             raise TypeError(f"{name}.step: hessian_closure is for products of the Hessian, which {name} does without")
+        if ascent_closure is not None:
+            self._check_ascent()
         first = as_closure(closure, caller=name)
+        climb = None if ascent_closure is None else as_closure(ascent_closure, caller=name, name="ascent_closure")
         other = None if hessian_closure is None else as_closure(hessian_closure, caller=name, name="hessian_closure")
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
         Join.notify_join_context(self)
         step = self._step = Step(self.parts, driven=True)
+        self._parts.given_up_by = None
         unscale = None if enabled is None else lambda: enabled.unscale_(self)
-        loss = run(step, first, other, scaler=enabled, unscale=unscale)
+        loss = run(step, first, other, ascent_closure=climb, scaler=enabled, unscale=unscale)
         self._step = None
         return loss
 
     def _step_from_grads(self) -> None:
         """The update from the gradients at hand."""
-        step = self._current() or self._begin()
-        if (
-            step.has_new_graph
-        ):  # of a pass after the products were taken: who left that step out zeroed gradients himself
+        step, is_rest = self._current(), self._parts.given_up_by is not None
+        if step is None:
+            self._refuse_given_up()
+            step = self._begin()
+        if step.is_stale:  # who left that step out zeroed gradients himself
             step = self._begin()
         if self._is_priming(step):
             plan, _ = self._parts.params.gather(self._parts.options)
@@ -375,7 +438,7 @@ class FusedOptimizer(Optimizer, Joinable):
                 self._parts.params.states(plan, self._parts.options)
             self._step = None
             return
-        if not step.climbed:
+        if not step.climbed and not is_rest:
             self._parts.ascent.warn_if_left_out(step)
         gathered = step.collect("step") if step.phase is not Phase.COLLECTED else None
         overflow: Tensor | None = getattr(self, "found_inf", None)
@@ -392,13 +455,13 @@ class FusedOptimizer(Optimizer, Joinable):
         self._step = None
 
     def _is_priming(self, step: Step) -> bool:
-        """Whether this is torch.distributed.checkpoint creating state: lr 0, no ascent, no graph, no state yet."""
-        if self.state or step.climbed or not self._parts.descent.has_curvature:
+        """Whether this is torch.distributed.checkpoint creating state: lr 0, one call, gradients of 0, no state yet."""
+        if self.state or step.climbed or step.curvature is not None or not self._parts.descent.has_curvature:
             return False
         if any(float(group["lr"]) != 0.0 for group in self.param_groups):
             return False
         _, grads = self._parts.params.gather(self._parts.options)
-        return not any(map(requires_grad, grads))
+        return not any(map(requires_grad, grads)) and not any(bool(local(g).any()) for g in grads)
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -413,12 +476,13 @@ class FusedOptimizer(Optimizer, Joinable):
         elif step is not None and not step.driven and not step.is_away:
             step.roll_back()
             self._step = None
+        self._parts.given_up_by = None
         super().zero_grad(set_to_none)
 
     def replayed(self, steps: int = 1) -> None:
         """Tells the refresh clock that a CUDA graph of an ordinary step was replayed, which Python can't see."""
         name = self._parts.options.caller
-        check_count("steps", steps, caller=f"{name}.replayed")
+        steps = check_count("steps", steps, caller=f"{name}.replayed")
         if not self._parts.descent.has_curvature:
             raise RuntimeError(f"{name}.replayed: {name} never refreshes a curvature, so there is no clock to tell")
         if not self._parts.options.capturable:
@@ -524,7 +588,8 @@ class FusedOptimizer(Optimizer, Joinable):
         self._refuse_while_away(
             "state_dict", "the weights are perturbed, so a checkpoint of the model would not hold them"
         )
-        self._parts.descent.clock(self.parts.params)  # takes over clocks under the authors' key
+        self.parts.params.settle()
+        self._parts.descent.clock(self._parts.params)  # takes over clocks under the authors' key
         return super().state_dict()
 
     @override
@@ -564,8 +629,9 @@ class FusedOptimizer(Optimizer, Joinable):
 
     def _take_over(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
+        self._parts.params.outcome = None  # of a state that is gone
         self._parts.params.drop_plans()
-        self._step = None
+        self._give_up("load_state_dict")
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -576,6 +642,7 @@ class FusedOptimizer(Optimizer, Joinable):
                 f"{options.caller}: can't copy or pickle while the weights are perturbed; call "
                 f"{self._parts.ascent.collector}() first"
             )
+        self.parts.params.settle()
         return {**super().__getstate__(), "options": options}
 
     @override
@@ -586,6 +653,33 @@ class FusedOptimizer(Optimizer, Joinable):
         if options is not None:
             self._assemble(options)
         super().__setstate__(rest)
+
+
+def _forget_scaler(opt: Optimizer) -> None:
+    """Takes back what GradScaler.step sets for a call, which it takes back itself only after a step."""
+    for name in ("grad_scale", "found_inf"):
+        vars(opt).pop(name, None)
+
+
+def _has_unscaled(scaler: GradScaler, opt: Optimizer) -> bool:
+    """Whether a scaler has unscaled the gradients of an optimizer. It tells nobody, so one has to look."""
+    states = getattr(scaler, "_per_optimizer_states", {})
+    entry = states.get(id(opt)) if scaler.is_enabled() else None
+    return entry is not None and getattr(entry.get("stage"), "name", "") == "UNSCALED"
+
+
+class _Hook:
+    """A hook of ``step``, which is called outside of it."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, opt: FusedOptimizer, *args: Any) -> Any:
+        try:
+            return self.hook(opt, *args)
+        except BaseException:
+            _forget_scaler(opt)
+            raise
 
 
 class _Shadow(JoinHook):

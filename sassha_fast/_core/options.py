@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import backends, schedules
-from ..checks import check_choice, check_count, check_flag, check_number, check_positive
+from ..checks import as_integer, check_choice, check_count, check_flag, check_number, check_positive, is_one_of, shown
 from ..variant import Variant
 
 
@@ -46,8 +46,8 @@ class Options:
         name = self.caller
         schedules.check_schedule("hessian_power_scheduler", self.hessian_power_scheduler, caller=name)
         schedules.check_schedule("rho_scheduler", self.rho_scheduler, caller=name)
-        check_count("lazy_hessian", self.lazy_hessian, caller=name)
-        check_count("n_samples", self.n_samples, caller=name)
+        for count in ("lazy_hessian", "n_samples"):
+            object.__setattr__(self, count, check_count(count, getattr(self, count), caller=name))
         check_choice("grad_reduce", self.grad_reduce, ("mean", "sum"), caller=name)
         check_choice("hvp", self.hvp, ("exact", "finite_difference", "central_difference"), caller=name)
         check_choice("unseen", self.unseen, ("keep", "zero"), caller=name)
@@ -57,8 +57,10 @@ class Options:
                 f"{name}: hvp={self.hvp!r} has no hvp_point='upstream', which is about graphs; use 'perturbed'"
             )
         backends.resolve(self.backend, caller=name)
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"{name}: seed is {self.seed!r}, expected an integer from 0 to 2^63 − 1")
+        seed = as_integer(self.seed)
+        if seed is None or not 0 <= seed < 2**63:
+            raise ValueError(f"{name}: seed is {shown(self.seed)}, expected an integer from 0 to 2^63 − 1")
+        object.__setattr__(self, "seed", seed)
         if self.max_grad_norm is not None:
             check_number("max_grad_norm", self.max_grad_norm, caller=name)
         check_flag("reduce_grads", self.reduce_grads, caller=name)
@@ -112,8 +114,8 @@ def _flag(name: str, value: Any, caller: str) -> None:
 
 
 def _sign(name: str, value: Any, caller: str) -> None:
-    if isinstance(value, Tensor) or value not in (-1, 1):
-        raise ValueError(f"{caller}: {name} is {value!r}, expected -1 (against the momentum) or 1 (along it)")
+    if not is_one_of(value, (-1, 1)):
+        raise ValueError(f"{caller}: {name} is {shown(value)}, expected -1 (against the momentum) or 1 (along it)")
 
 
 def _anything(name: str, value: Any, caller: str) -> None:
@@ -182,6 +184,8 @@ def arguments(
             raise TypeError(f"{caller}: there is no further argument {name!r}; help({caller}) lists them")
     given = {**own, **(further or {})}
     flags = {"foreach": given.pop("foreach", None), "fused": given.pop("fused", None)}
+    for flag, value in flags.items():
+        check_flag(flag, value, caller=caller)
     backend = backends.resolve(given.pop("backend", "auto"), **flags, caller=caller)
     for flag in _CHOSEN_FLAGS & given.keys():
         check_flag(flag, given[flag], caller=caller)

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .. import backends
-from .._passes.accessors import device, grad, set_grad
+from .._passes.accessors import device_of, grad, set_grad
 from .._passes.plan import Plan
 from .._passes.shards import local
+from .._passes.upload import is_capturing
 from ..checks import check_overlap, parameter_name
 from .keys import BIAS2, HESSIAN_STEP
 from .options import Options
+from .outcome import Outcome
 from .state import new_state
 from .upstream import UPSTREAM_CLOCK, adopt_clock
 
@@ -40,6 +43,7 @@ class Parameters:
         state: The optimizer's ``state``.
         all: Every parameter, in the order of the groups.
         elements: Of all parameters together.
+        outcome: What the refresh of the last step brought, where a device has yet to tell.
     """
 
     def __init__(self) -> None:
@@ -48,8 +52,10 @@ class Parameters:
         self.state: MutableMapping[Tensor, dict[str, Any]] = {}
         self.all: list[Tensor] = []
         self.elements = 0
+        self.outcome: Outcome | None = None
         self._sizes: list[int] = []  # of the groups
         self._plans: dict[tuple[bool, ...] | None, Plan] = {}
+        self._captured: list[Plan] = []  # whose memory CUDA graphs read, which may be replayed at any time
 
     def follow(self, groups: list[dict[str, Any]], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
         """Takes over groups and state as they are now. A change of the groups, by whomever, drops the plans."""
@@ -58,7 +64,9 @@ class Parameters:
         sizes = list(map(len, lists))
         if sizes != self._sizes or not all(map(is_, chain.from_iterable(lists), self.all)):
             self.all, self._sizes = list(chain.from_iterable(lists)), sizes
-            self.elements = sum(p.numel() for p in self.all)
+            if any(map(is_lazy, self.all)):
+                self._sizes = []  # to look again at the next call: the first forward pass gives them their shapes
+            self.elements = sum(p.numel() for p in self.all if not is_lazy(p))
             self.drop_plans()
 
     def drop_plans(self) -> None:
@@ -67,7 +75,7 @@ class Parameters:
 
     def devices(self) -> set[torch.device]:
         """Where the parameters are."""
-        return set(map(device, self.all))
+        return set(map(device_of, self.all))
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -128,12 +136,24 @@ class Parameters:
 
     def plan(self, key: tuple[bool, ...] | None, options: Options, *, again: bool = False) -> Plan:
         """The plan for the parameters that ``key`` marks; None marks all."""
-        plan = self._plans.get(key)
+        plan, capturing = self._plans.get(key), is_capturing(self.all[0].device)
+        if capturing:
+            self._check_capture(plan, options)
         if plan is None or not plan.is_current(in_form=not again):
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             plan = self._plans[key] = self._new_plan(key, options)
+        if capturing and plan not in self._captured:
+            self._captured.append(plan)
         return plan
+
+    def _check_capture(self, plan: Plan | None, options: Options) -> None:
+        """Raises if there is no plan yet: memory that is filled within a capture holds nothing before a replay."""
+        if plan is None or not plan.is_current():
+            raise RuntimeError(
+                f"{options.caller}: a CUDA graph is being captured, but no step before it had gradients of the same "
+                "parameters at the same places; run one outside of the capture first"
+            )
 
     def plan_of(self, params: Sequence[Tensor], options: Options) -> Plan | None:
         """The plan for these parameters, None if there are none."""
@@ -157,6 +177,7 @@ class Parameters:
             names,
             options.variant,
             lambda device: backends.choose(options.backend, device, caller=options.caller),
+            options.caller,
         )
 
     def check_overlap(self, caller: str) -> None:
@@ -200,6 +221,27 @@ class Parameters:
         """Which parameters of a plan have no curvature."""
         if plan.has_curvature:
             return [False] * len(plan.params)
-        missing = [not entry or not entry.get(BIAS2) for entry in map(self.state.get, plan.params)]
-        plan.has_curvature = not any(missing)
+        outcome = self.outcome
+        known: list[Any] = []
+        for entry in map(self.state.get, plan.params):
+            if not entry:
+                known.append(False)
+            elif outcome is not None and outcome.has_curvature(entry):
+                known.append(True)  # or so it is hoped
+            else:
+                known.append(entry.get(BIAS2))
+        tensors = [value for value in known if isinstance(value, Tensor)]
+        if tensors:  # with ``capturable``, after loading: read once
+            values = iter(torch.stack(tensors).tolist())
+            known = [next(values) if isinstance(value, Tensor) else value for value in known]
+        missing = [not value for value in known]
+        plan.has_curvature = not any(missing) and (outcome is None or outcome.is_known)
         return missing
+
+    def settle(self) -> None:
+        """Waits for what the last refresh brought, and has a failed one repeated by the next step."""
+        outcome, self.outcome = self.outcome, None
+        clock = None if outcome is None else outcome.retry_clock
+        if clock is not None:
+            for entry in self.state.values():
+                entry[HESSIAN_STEP] = clock

@@ -10,7 +10,7 @@ from operator import attrgetter, methodcaller
 import torch
 from torch import Tensor
 
-from .._passes.accessors import ranged
+from .._passes.accessors import ranged, used_here
 from .._passes.layout import PROBE_GRADIENT, SIGNED_PRODUCT
 from .._passes.plan import Plan
 from .._passes.reference import Products
@@ -35,6 +35,7 @@ def exact_products(
     draw: int,
     elements: int,
     signed: bool = False,
+    caller: str = "SASSHA.unperturb",
 ) -> tuple[Products, float] | None:
     """Products with the exact Hessian, by differentiating the gradients once more.
 
@@ -51,6 +52,7 @@ def exact_products(
         draw: Number of the first probe.
         elements: Of all parameters of the model, whether they take part or not: ‖z‖².
         signed: Whether to sign every product here, and leave none to the update.
+        caller: The call, in errors.
 
     Returns:
         The products of the plan's parameters, and the factor that makes them means over probes; or None if no gradient
@@ -61,6 +63,8 @@ def exact_products(
     if not connected:
         return None
     inputs, outputs = [plan.params[i] for i in positions], [grads[positions[j]] for j in connected]
+    # Of a parameter that was frozen after it had gradients, nothing can be differentiated. Its gradient is 0.
+    frozen = [] if len(connected) == len(inputs) else [j for j, p in enumerate(inputs) if not p.requires_grad]
     alone = set(plan.singles)
     singles = [j for j, i in enumerate(positions) if i in alone]
     length = probe_scale(elements)
@@ -69,7 +73,11 @@ def exact_products(
         signs = plan.rademacher(positions, seed, draw + sample)
         torch._foreach_mul_(signs, 1.0 / length)
         last = sample == n_samples - 1
-        products = _differentiated(outputs, inputs, [signs[j] for j in connected], retain_graph=not last)
+        probes = [signs[j] for j in connected]
+        free = [p for j, p in enumerate(inputs) if j not in frozen] if frozen else inputs
+        products = _differentiated(outputs, free, probes, retain_graph=not last, caller=caller)
+        for j in frozen:
+            products.insert(j, torch.zeros_like(inputs[j]))
         for j in singles:
             products[j] = products[j].resolve_neg()
         torch._foreach_mul_(signs, length)
@@ -81,7 +89,7 @@ def exact_products(
 
 
 def _differentiated(
-    outputs: list[Tensor], inputs: list[Tensor], probes: list[Tensor], *, retain_graph: bool
+    outputs: list[Tensor], inputs: list[Tensor], probes: list[Tensor], *, retain_graph: bool, caller: str
 ) -> list[Tensor]:
     try:
         with torch.enable_grad():
@@ -99,9 +107,9 @@ def _differentiated(
         if not any(sign in str(error) for sign in _NO_DOUBLE_BACKWARD):
             raise
         raise RuntimeError(
-            f"SASSHA: an operation of the model has no double backward, which exact products need: {error}. Put "
-            "all passes of a refresh step, unperturb() included, into `with opt.refresh_context():`, or construct "
-            "SASSHA with hvp='finite_difference'. sassha_fast.check_model(model, sample) names the modules"
+            f"{caller}: an operation of the model has no double backward, which exact products need: {error}. Put all "
+            "passes of a refresh step and this call into `with opt.refresh_context():`, or construct the optimizer "
+            "with hvp='finite_difference'. sassha_fast.check_model(model, sample) names the modules"
         ) from error
 
 
@@ -168,7 +176,7 @@ def probe_length(weight_norm: float, elements: int) -> float:
     A length per tensor would be another estimator. Weights of zero are probed by a hundredth.
     """
     h = 1e-2 * weight_norm / math.sqrt(max(elements, 1))
-    return torch.tensor(h, dtype=torch.float64).to(torch.float32).item() or 1e-2
+    return torch.tensor(h, dtype=torch.float64, device="cpu").to(torch.float32).item() or 1e-2
 
 
 class FiniteDifferences:
@@ -243,6 +251,7 @@ class FiniteDifferences:
                 f"{self._caller}: no parameter has a gradient at the probe; run backward() after probe_weights()"
             )
         here = self._of_plan(grads)
+        used_here(here)
         self._base = [None if g is None else base for base, g in zip(self._base, here, strict=True)]
         self._gradients.append(here)
         sample, sign = self._offsets[self.done - 1]

@@ -126,7 +126,7 @@ def integer_power(base: float, exponent: int) -> float:
     while exponent:
         if exponent & 1:
             result *= base
-        base *= base
+        base = base * base  # not in place: it may be a tensor of the user's
         exponent >>= 1
     return result
 
@@ -141,7 +141,7 @@ def step_scalars(group: Mapping[str, Any], step: int, bias2: float, *, refresh: 
         refresh: Whether this step refreshes their curvature.
         request: What is common to all parameters.
     """
-    h = hyper_of({**group, "lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])})
+    h = Hyper(*map(float, hyper_of(group)))  # any of them may be a tensor
     bias1, refreshed = 1.0, 1.0
     if request.bias_correction:
         bias1, refreshed = 1.0 - integer_power(h.beta1, step), 1.0 - integer_power(h.beta2, step)

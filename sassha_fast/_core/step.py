@@ -14,8 +14,10 @@ from enum import Enum
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.utils.weak import TensorWeakRef
 
 from .. import schedules
 from .._parallel.collectives import EarlyReduction
@@ -23,6 +25,7 @@ from .._parallel.reducer import Reducer
 from .._passes.accessors import requires_grad, version, weights_moved
 from .._passes.plan import Plan
 from .._passes.reference import Stepped
+from .._passes.upload import is_capturing
 from ..checks import check_number
 from ..stats import Stats
 from .contexts import RandomState
@@ -96,12 +99,16 @@ class Ascent(ABC):
         """Moves the weights to x + ε, or only prepares the way back from probes."""
 
     @abstractmethod
-    def come_back(self, step: Step, plan: Plan, *, tell_autograd: bool) -> None:
-        """Undoes :meth:`climb` and probes, as far as they came."""
+    def come_back(self, step: Step, plan: Plan, *, tell_autograd: bool) -> str | None:
+        """Undoes :meth:`climb` and probes, as far as they came.
 
-    def prepare_update(self, step: Step) -> None:
+        Returns:
+            Which parameters had been given other memory, None if none had.
+        """
+
+    def prepare_update(self, step: Step, plan: Plan) -> None:
         """Before an update: finds out what :meth:`follow_update` needs, once."""
-        del step  # an ascent along the gradient needs nothing
+        del step, plan  # an ascent along the gradient needs nothing
 
     def warn_if_left_out(self, step: Step) -> None:
         """Warns, once, of an update without :meth:`climb` before it, unless that is as it should be."""
@@ -141,6 +148,8 @@ class Parts:
     descent: Descent
     stats: Stats
     has_warned: bool = False  # of a step without its ascent
+    has_looked: bool = False  # for what a first closure shows: a model that is not attached
+    given_up_by: str | None = None  # the call that made an optimizer forget a step whose gradients were complete
 
     def weights_moved(self, plan: Plan) -> None:
         """Tells autograd, autocast and FSDP2 that weights moved."""
@@ -155,6 +164,13 @@ def changed_since(plan: Plan, versions: Sequence[int]) -> str | None:
         return None
     rows = zip(plan.names, plan.params, versions, strict=True)
     names = [name for name, p, before in rows if p._version != before]
+    return some_of(names)
+
+
+def some_of(names: Sequence[str]) -> str | None:
+    """Names for an error, None if there are none."""
+    if not names:
+        return None
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
@@ -222,6 +238,8 @@ class Step:
         self.is_undone = False
         self._zeroes = False  # whether the ascent may have taken the memory of gradients
         self._is_reduced = False  # whether the gradients come from all processes
+        # A parameter, the gradient of it that was collected, and how many operations autograd had recorded by then.
+        self._collected: tuple[Tensor, TensorWeakRef, int] | None = None
         self._versions: list[int] = []  # of the moved parameters when they were moved last
         self._radii: Sequence[float | Tensor] | None = None
         self._randoms: list[RandomState] = []  # of the passes before the ascent
@@ -246,6 +264,19 @@ class Step:
         """Whether a backward pass has run since products were taken, which cut the gradients off their graph."""
         taken = self.curvature is not None and self.curvature.products is not None
         return taken and self.phase is Phase.COLLECTED and self.parts.params.have_graphs()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the gradients at hand are not those that were collected: somebody skipped the step by hand.
+
+        Who only replaces gradients, by clipped ones say, runs no forward pass before.
+        """
+        if self.has_new_graph:
+            return True
+        if self.phase is not Phase.COLLECTED or self._collected is None:
+            return False
+        p, collected, number = self._collected
+        return (p.grad is None or p.grad is not collected()) and torch._C._autograd._get_sequence_nr() != number
 
     @property
     def probes_due(self) -> int:
@@ -335,6 +366,7 @@ class Step:
     def climb(self, *, zero_grad: bool, caller: str = "perturb_weights") -> None:
         """Moves the weights to x + ε, from the gradients of the first pass."""
         params, options = self.parts.params, self.parts.options
+        self._check_capture(caller)
         if options.perturb_sync and self._grads_are_local():
             self.parts.reducer.reduce(params.all, None, mean=options.grad_reduce == "mean", early=self._take_early())
         plan, grads = params.gather(options)
@@ -373,6 +405,7 @@ class Step:
         scaler: GradScaler | None = None,
         curvature: Curvature | None = None,
         fused: bool = False,
+        is_unscaled: bool = False,
     ) -> Gathered | None:
         """Takes the products of a refresh at the present weights, and makes the gradients those to descend along.
 
@@ -381,11 +414,18 @@ class Step:
             scaler: Scaled the losses.
             curvature: Products that are taken already.
             fused: Leave differences to the update, where that can be.
+            is_unscaled: Whether the scaler has unscaled the gradients at hand.
 
         Returns:
             The gradients and their plan, for :meth:`update`, if they were looked up and are still the same.
         """
         self.check_untouched(caller)
+        if is_unscaled and (self.firsts is not None or self.refresh.probes is not None):
+            raise RuntimeError(
+                f"{self.parts.options.caller}.{caller}: GradScaler has unscaled the gradients of the last pass, but "
+                f"not those of the passes before, which they are compared with; call "
+                f"scaler.unscale_(opt) after {caller}()"
+            )
         gathered: Gathered | None = None
         found = curvature or self.curvature
         if found is None:
@@ -406,6 +446,10 @@ class Step:
                 found = replace(found, loss_scale=scaler.get_scale())
             self.parts.stats.divide_by(scaler)
         self.curvature = found
+        if not self.driven:
+            first = next((p for p in self.parts.params.all if p.grad is not None), None)
+            if first is not None and first.grad is not None:
+                self._collected = first, TensorWeakRef(first.grad), torch._C._autograd._get_sequence_nr()
         if not self.is_away:
             self.phase = Phase.COLLECTED
         return gathered
@@ -427,7 +471,13 @@ class Step:
     @_undone_on_error
     def come_back(self, *, tell_autograd: bool = True) -> None:
         """Goes back to where the step began, if the weights are not there."""
-        self._come_back(tell_autograd=tell_autograd)
+        replaced = self._come_back(tell_autograd=tell_autograd)
+        if replaced is not None:
+            raise RuntimeError(
+                f"{self.parts.options.caller}: {replaced} changed by p.data = ... while holding x + ε, and "
+                "going back loses that; move the line that changes weights to after step(). The weights are "
+                "x again"
+            )
         self.phase = Phase.BEGUN if self.curvature is None else Phase.COLLECTED
 
     @_undone_on_error
@@ -435,8 +485,15 @@ class Step:
         """The next x, from gradients and products that were collected. ``gathered`` is what :meth:`collect` gave."""
         params, curvature = self.parts.params, self.curvature
         assert curvature is not None
+        self._check_capture("step")
         plan, grads = gathered or params.gather(self.parts.options, again=self.climbed)
         if plan is None:  # nothing to descend along
+            if self.driven and not (self.parallel or self.is_shadow):
+                name = self.parts.options.caller
+                raise RuntimeError(
+                    f"{name}.step: no parameter has a gradient after the closure; call loss.backward() in it, and pass "
+                    "the optimizer the parameters of this very model"
+                )
             self._come_back()
             self.write_schedules()
         else:
@@ -467,10 +524,13 @@ class Step:
         self.parts.weights_moved(plan)
         self._versions = list(map(version, plan.params))
 
-    def _come_back(self, *, tell_autograd: bool = True) -> None:
+    def _come_back(self, *, tell_autograd: bool = True) -> str | None:
+        """Returns which parameters had been given other memory."""
+        replaced = None
         if self.moved is not None:
-            self.parts.ascent.come_back(self, self.moved, tell_autograd=tell_autograd)
+            replaced = self.parts.ascent.come_back(self, self.moved, tell_autograd=tell_autograd)
             self.moved = None
+        return replaced
 
     def check_untouched(self, caller: str) -> None:
         """Raises if anybody else changed the moved weights in place: the way back would lose it."""
@@ -479,6 +539,28 @@ class Step:
             raise RuntimeError(
                 f"{self.parts.options.caller}.{caller}: {changed} changed in place while holding x + ε, and going back "
                 "loses that; move the line that changes weights to after step(). The weights are x again"
+            )
+
+    def _check_capture(self, caller: str) -> None:
+        """Raises if a CUDA graph is captured that would not do at every replay what this step does."""
+        params, options = self.parts.params, self.parts.options
+        if not is_capturing(params.all[0].device):
+            return
+        name = f"{options.caller}.{caller}"
+        if not self.parts.descent.has_curvature:
+            raise RuntimeError(
+                f"{name}: a CUDA graph is being captured, but {options.caller} counts its steps on the host; capture "
+                "the passes without it"
+            )
+        if not options.capturable:
+            raise RuntimeError(
+                f"{name}: a CUDA graph is being captured, but step counts and learning rates are read on the host, so "
+                f"that every replay would repeat this very step; construct {options.caller} with capturable=True"
+            )
+        if self.hessian_due:
+            raise RuntimeError(
+                f"{name}: a CUDA graph is being captured, but this step refreshes the curvature, which replays can't "
+                "schedule; capture ordinary steps (not opt.hessian_due) and run refreshes between the replays"
             )
 
     # ---- gradients and products ---------------------------------------------------------------------------------

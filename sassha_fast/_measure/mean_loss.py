@@ -116,7 +116,7 @@ class MeanLoss:
         generator = torch.Generator().manual_seed(self.seed)
         like = self.params[0]
         for _ in range(n):
-            v = torch.randn(self.size, generator=generator, dtype=torch.float64)
+            v = torch.randn(self.size, generator=generator, dtype=torch.float64, device="cpu")
             yield (torch.where(v < 0, -1.0, 1.0) if signs else v).to(like)
 
     @contextmanager

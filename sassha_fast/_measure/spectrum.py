@@ -87,7 +87,7 @@ class Spectrum(MeanLoss):
 
         def matvec(v: Any) -> Any:
             tick()
-            return self.product(torch.as_tensor(v).reshape(-1).to(self.params[0])).double().cpu().numpy()
+            return self.product(torch.as_tensor(v, device="cpu").reshape(-1).to(self.params[0])).double().cpu().numpy()
 
         start = next(self._directions(1, signs=False)).double().cpu().numpy()
         operator = linalg.LinearOperator((self.size, self.size), matvec=matvec, dtype="float64")
@@ -165,7 +165,7 @@ class Spectrum(MeanLoss):
         span = float(values.max() - values.min()) or 1.0
         sigma = width * span
         ends = float(values.min()) - 5 * sigma, float(values.max()) + 5 * sigma
-        grid = torch.linspace(*ends, points, dtype=torch.float64)
+        grid = torch.linspace(*ends, points, dtype=torch.float64, device="cpu")
         bumps = torch.exp(-0.5 * ((grid[:, None] - values) / sigma) ** 2) / (sigma * math.sqrt(2 * math.pi))
         return SpectralDensity(grid, bumps @ shares, values, shares, sigma, self.size)
 
@@ -188,5 +188,9 @@ class Spectrum(MeanLoss):
                 break
             beside.append(norm)
             basis[n + 1] = w / norm
-        off = torch.tensor(beside, dtype=torch.float64)
-        return torch.diag(torch.tensor(diagonal, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
+        off = torch.tensor(beside, dtype=torch.float64, device="cpu")
+        return (
+            torch.diag(torch.tensor(diagonal, dtype=torch.float64, device="cpu"))
+            + torch.diag(off, 1)
+            + torch.diag(off, -1)
+        )

@@ -6,8 +6,9 @@ Looking an attribute up on a tensor costs as much as the answer. These are what 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
+from itertools import repeat
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -18,21 +19,41 @@ R = TypeVar("R")
 
 address = torch._C.TensorBase.data_ptr
 is_contiguous = torch._C.TensorBase.is_contiguous
-nbytes: Callable[[Tensor], int] = torch._C.TensorBase.__dict__["nbytes"].__get__
+numel = torch._C.TensorBase.numel  # a method, which costs half of what a property does
 dtype: Callable[[Tensor], torch.dtype] = torch._C.TensorBase.__dict__["dtype"].__get__
-device: Callable[[Tensor], torch.device] = torch._C.TensorBase.__dict__["device"].__get__
+device_of: Callable[[Tensor], torch.device] = torch._C.TensorBase.__dict__["device"].__get__
 grad: Callable[[Tensor], Tensor | None] = torch._C.TensorBase.__dict__["grad"].__get__
 set_grad: Callable[[Tensor, None], None] = torch._C.TensorBase.__dict__["grad"].__set__
 version: Callable[[Tensor], int] = torch._C.TensorBase.__dict__["_version"].__get__
+record_stream = torch._C.TensorBase.record_stream
 requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
+
+
+def used_here(tensors: Iterable[Tensor | None]) -> None:
+    """Tells torch's allocator that the current stream works on tensors that are dropped next.
+
+    They may come from another stream, as gradients of a pass there do, and their memory would be handed out there
+    before this stream has read it. For tensors of this stream it is nothing to torch.
+    """
+    given = (tensor for tensor in tensors if tensor is not None)
+    first = next(given, None)
+    if first is None or not first.is_cuda:
+        return
+    there = [first, *given]
+    streams = {device: torch.cuda.current_stream(device) for device in set(map(device_of, there))}
+    if len(streams) == 1:
+        any(map(record_stream, there, repeat(*streams.values())))  # for all of them
+        return
+    for tensor in there:
+        tensor.record_stream(streams[tensor.device])
 
 
 _tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def _idle_refcount() -> int:
-    param = torch.zeros(1, requires_grad=True)
-    param.grad = torch.zeros(1)
+    param = torch.zeros(1, requires_grad=True, device="cpu")
+    param.grad = torch.zeros(1, device="cpu")
     grads = [p.grad for p in (param,)]
     return next(map(sys.getrefcount, grads))
 

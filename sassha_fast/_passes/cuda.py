@@ -12,7 +12,7 @@ from typing_extensions import override
 from .cpu import CpuPasses
 from .layout import DeviceScalars, Scalars
 from .reference import Members
-from .upload import Mirrors
+from .upload import Mirrors, Uploader
 
 
 class CudaPasses(CpuPasses):
@@ -23,9 +23,13 @@ class CudaPasses(CpuPasses):
     def __init__(self, members: Members) -> None:
         """Writes the table and cuts its rows into chunks."""
         super().__init__(members)
-        self.mirrors = Mirrors(self.device)
+        self.mirrors, self.uploader = Mirrors(self.device), Uploader(self.device)
         chunks, counts = self.ops.table_chunks(self.table)
-        self.chunks, self.counts = chunks.to(self.device), counts.tolist()
+        self.chunks, self.counts = self.uploader.upload(chunks), counts.tolist()
+
+    @override
+    def begin_call(self) -> None:
+        self.mirrors.begin()
 
     @override
     def launch(self, op: str, *args: Any) -> None:
@@ -38,8 +42,7 @@ class CudaPasses(CpuPasses):
         if isinstance(scalars, DeviceScalars):
             return scalars.table
         known = [[0.0 if isinstance(v, Tensor) else v for v in row] for row in scalars]
-        pinned = torch.tensor(known, dtype=torch.float64, device="cpu", pin_memory=self.device.type == "cuda")
-        table = pinned.to(self.device, non_blocking=True)
+        table = self.uploader.upload(torch.tensor(known, dtype=torch.float64, device="cpu"))
         for i, value in enumerate(chain.from_iterable(scalars)):
             if isinstance(value, Tensor):
                 table.view(-1)[i].copy_(value)

@@ -21,7 +21,7 @@ CACHED_ELEMENTS = 1 << 18
 class ForeachPasses(Passes):
     """Passes with one call per operation and bucket of tensors, in the order of operations of the reference.
 
-    An update is many calls, so one that is interrupted halfway stays half done.
+    An update is many calls, which work on copies. What they found is written in one, as the reference does.
     """
 
     name = "foreach"
@@ -70,13 +70,18 @@ class ForeachPasses(Passes):
             rows = zip(curvatures, cohorts, self.grads, strict=True)
             tallies = torch.stack([tally(h, scalars[c], g, zero_is_seen=zero_is_seen) for h, c, g in rows])
         noise = [self._noise(i, seed, noise_draw, reference.UPDATE_NOISE) for i in range(len(cohorts))]
-        columns = (self.updated, self.grads, self.exp_avgs, self.hessians, curvatures, noise)
-        for cohort, dtype, batch in self._batches(cohorts, *columns):
+        skips = any(isinstance(scalars[cohort].skip, Tensor) or scalars[cohort].skip for cohort in set(cohorts))
+        xs, moments = [x.clone() for x in self.updated], [m.clone() for m in self.exp_avgs]
+        pairs = list(zip(self.hessians, curvatures, strict=True))
+        hessians = [d.clone() if skips or h is not None else d for d, h in pairs]  # others are read alone
+        for cohort, dtype, batch in self._batches(cohorts, xs, self.grads, moments, hessians, curvatures, noise):
             _update(scalars[cohort], sample, zero_is_seen, dtype, *batch)
-        self.grads = []
-        sums = None if self.xs is None else self._momentum_sums(self.exp_avgs, self.xs, adaptive)
+        self.products = products
+        sums = None if self.xs is None else self._momentum_sums(moments, xs, adaptive)
         self.found = Stepped(tallies, sums)
-        self._words[UPDATES] += 1
+        fresh = [(d, new) for d, new in zip(self.hessians, hessians, strict=True) if d is not new]
+        targets = [*self.updated, *self.exp_avgs, *(d for d, _ in fresh)]
+        self._write(targets, [*xs, *moments, *(new for _, new in fresh)], UPDATES, self.updates + 1)
         return self.found
 
     @override

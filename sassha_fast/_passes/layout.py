@@ -20,7 +20,7 @@ DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float64: 1, torch.bflo
 X_IN_BACKUP, UPDATES = range(2)
 JOURNAL_WORDS = 2
 
-TALLY_WORDS, GAP_WORDS = 3, 3  # structs Tally and GapSums
+TALLY_WORDS, UNSEEN_WORDS, GAP_WORDS = 3, 3, 3  # structs Tally, Unseen and GapSums
 
 Scalar: TypeAlias = Any  # a float; with ``capturable`` a tensor
 

@@ -16,13 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import reference
 from ..variant import Variant
-from .accessors import address, dtype, is_contiguous, nbytes, ranged
-from .layout import TALLY_WORDS, DeviceScalars, Scalars
+from .accessors import address, dtype, is_contiguous, numel, ranged
+from .layout import DeviceScalars, Scalars
 from .reference import Members, Passes, Products, Stepped
 from .shards import group_of, is_sharded, local, shard_of
+from .upload import Constants
 
 T = TypeVar("T")
+
+
+def _are_same(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(tensors) == len(others) and all(map(is_, tensors, others))
 
 
 class Plan:
@@ -41,6 +48,7 @@ class Plan:
         singles: Parameters of one element.
         states: State that is bound to the passes.
         signs_in_registers: Of each parameter, whether the update can draw the signs of its product itself.
+        constants: Numbers of the host on the devices.
     """
 
     def __init__(
@@ -52,11 +60,12 @@ class Plan:
         names: list[str],
         variant: Variant,
         passes_on: Callable[[torch.device], type[Passes]],
+        caller: str,
     ) -> None:
         """Binds the passes of each device to its parameters."""
         self.params = params
         self.positions = positions
-        self.names = names
+        self.names, self.caller = names, caller
         self.groups = groups
         self.n_groups = n_groups
         self.variant = variant
@@ -64,11 +73,11 @@ class Plan:
         starts = [bisect_left(groups, g) for g in range(n_groups + 1)]
         self.spans = {g: slice(starts[g], starts[g + 1]) for g in range(n_groups) if starts[g] < starts[g + 1]}
         self.sharded = any(map(is_sharded, params))
-        self.process_group = group_of(params)  # that shares the shards, if there are any
+        self.process_group = group_of(params, caller)  # that shares the shards, if there are any
         self._places, self._forms = self._places_of(params), self._forms_of(params)
         shards = list(map(shard_of, params)) if self.sharded else ()
         weights = [local(p.data) for p in params]
-        members = Members(weights, positions, groups, n_groups, names, shards)
+        members = Members(weights, positions, groups, n_groups, names, shards, caller)
         kinds: dict[tuple[torch.device, int, bool, type[Passes]], list[int]] = {}
         everyone = dist.get_world_size(self.process_group) if self.sharded else 1
         for i, weight in enumerate(weights):
@@ -94,8 +103,10 @@ class Plan:
             for j, i in enumerate(places):
                 self.signs_in_registers[i] = part.signs_in_registers(j)
         self.has_curvature = False
+        self.constants = Constants()
         self.states: list[dict[str, Any]] = []
-        self._state_places: list[tuple[list[int], list[int]]] = []
+        self._state_places: list[list[int]] = []
+        self._state_tensors: list[list[Tensor]] = []
         self._counts = [0] * len(self.parts)  # updates of each part before the one at hand
 
     def is_current(self, *, in_form: bool = True) -> bool:
@@ -109,13 +120,18 @@ class Plan:
             not in_form or self._forms_of(self.params) == self._forms
         )
 
+    def replaced(self) -> list[int]:
+        """Positions of parameters that are not where they were, since ``p.data = ...``."""
+        columns = zip(*self._places, *self._places_of(self.params), strict=True)
+        return [i for i, (place, size, now, size_now) in enumerate(columns) if (place, size) != (now, size_now)]
+
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
         return list(map(local, tensors)) if self.sharded else tensors
 
     def _places_of(self, tensors: list[Tensor]) -> tuple[list[int], list[int]]:
-        """Address and size in memory of each."""
+        """Address and number of elements of each."""
         here = self._local(tensors)
-        return list(map(address, here)), list(map(nbytes, here))
+        return list(map(address, here)), list(map(numel, here))
 
     def _forms_of(self, tensors: list[Tensor]) -> tuple[list[torch.dtype], list[bool]]:
         """What the kernels rely on beside the place of each."""
@@ -132,14 +148,6 @@ class Plan:
             dist.all_reduce(value, group=self.process_group)
         return value
 
-    def over_shards_of(self, positions: Sequence[int], values: Sequence[Tensor]) -> Tensor:
-        """A row for each of these parameters, of what every shard has found out about it, summed over all shards."""
-        rows = torch.stack([value.to(self.draws[0].device) for value in values])
-        if self.sharded:
-            replicas = {i: count for (_, places), count in zip(self.parts, self.replicas, strict=True) for i in places}
-            rows /= torch.tensor([[replicas[i]] for i in positions], dtype=rows.dtype, device=rows.device)
-        return self._over_shards(rows)
-
     def _split(self, values: Sequence[T], positions: list[int]) -> list[T]:
         if len(self.parts) == 1:
             return values if isinstance(values, list) else list(values)
@@ -147,28 +155,47 @@ class Plan:
 
     def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
         """Hands the gradients to the passes, which check them; ``overwrite`` says that an ascent follows."""
+        self._begin_call()
         for passes, positions in self.parts:
             passes.bind_grads(self._split_tensors(grads, positions), overwrite=overwrite)
 
     def bind_state(self, states: list[dict[str, Any]], keys: Sequence[str]) -> None:
         """Hands the tensors under these keys, m, D and x where it is kept there, to the passes, if they are new."""
+        self._begin_call()
         tensors = [list(map(itemgetter(key), states)) for key in keys]
-        places = [self._places_of(column) for column in tensors]
-        known = states is self.states or (len(self.states) == len(states) and all(map(is_, states, self.states)))
-        if known and places == self._state_places:
+        # Nobody but us makes these tensors, so the same one at the same address is as large as it was.
+        places = [list(map(address, self._local(column))) for column in tensors]
+        if places == self._state_places and all(map(_are_same, tensors, self._state_tensors)):
+            self.states = states
             return
-        for key, column in zip(keys, tensors, strict=True):
-            self._check_shapes(key, column)
+        for number, (key, column) in enumerate(zip(keys, tensors, strict=True)):
+            self._check_state(key, column, is_x=number == 2)
         for passes, positions in self.parts:
             passes.bind_state(*(self._split_tensors(column, positions) for column in tensors))
-        self.states, self._state_places = states, places
+        self.states, self._state_places, self._state_tensors = states, places, tensors
 
-    def _check_shapes(self, key: str, tensors: list[Tensor]) -> None:
+    @property
+    def xs(self) -> list[Tensor]:
+        """x of every parameter, where it is kept in state: the tensors that were bound last."""
+        return self._state_tensors[2]
+
+    def _begin_call(self) -> None:
+        for passes, _ in self.parts:
+            passes.begin_call()
+
+    def _check_state(self, key: str, tensors: list[Tensor], *, is_x: bool) -> None:
         for name, param, tensor in zip(self.names, self.params, tensors, strict=True):
+            expected = param.dtype if is_x else reference.compute_dtype(param.dtype)
+            if tensor.dtype != expected:
+                raise RuntimeError(
+                    f"{self.caller}: {name} is {param.dtype}, but its {key!r} is {tensor.dtype}, expected {expected}: "
+                    "the parameter changed its dtype after its first step. Construct a new optimizer and load "
+                    "opt.state_dict() into it, which converts the state"
+                )
             if tensor.shape != param.shape:
                 raise RuntimeError(
-                    f"SASSHA: {name} has shape {tuple(param.shape)}, but its {key!r} has {tuple(tensor.shape)}: the "
-                    "parameter was replaced after its first step. Construct a new optimizer for it, or delete "
+                    f"{self.caller}: {name} has shape {tuple(param.shape)}, but its {key!r} has {tuple(tensor.shape)}: "
+                    "the parameter was replaced after its first step. Construct a new optimizer for it, or delete "
                     "opt.state[p] to begin anew"
                 )
 
@@ -185,6 +212,15 @@ class Plan:
         for other, replicas in zip(sums[1:], self.replicas[1:], strict=True):
             total = total + other.to(total.device) / replicas
         return self._over_shards(total)
+
+    def ascent_scales(
+        self, square_sums: Tensor, radii: Sequence[float | Tensor], offsets: Sequence[float], *, on_device: bool
+    ) -> Tensor:
+        """ρ over the norm per group; see :func:`reference.ascent_scales`."""
+        if square_sums.device.type == "cpu" and not on_device:
+            return reference.ascent_scales(square_sums, radii, offsets)
+        there = (self.constants.vector(values, square_sums.device) for values in (radii, offsets))
+        return reference.ascent_scales(square_sums, *there)
 
     @ranged("perturb")
     def perturb(self, scales: Tensor, *, take_grads: bool | Sequence[bool], seed: int) -> None:
@@ -228,10 +264,22 @@ class Plan:
         """Whether parameters hold x + ε of an ascent."""
         return any(passes.x_in_backup for passes, _ in self.parts)
 
+    def _differs(self, i: int) -> bool:
+        """Whether a parameter in new memory holds anything else than the memory that it had."""
+        now = local(self.params[i].data)
+        before = next(passes.members.weights[at.index(i)] for passes, at in self.parts if i in at)
+        return now.shape != before.shape or not torch.equal(now.to(before), before)
+
     @ranged("restore")
-    def restore(self) -> None:
-        """Puts x back where an ascent has moved it, also if a parameter was given other memory in the meantime."""
+    def restore(self) -> list[str]:
+        """Puts x back where an ascent has moved it, also if a parameter was given other memory in the meantime.
+
+        Returns:
+            The names of such parameters whose values changed with it.
+        """
+        self._begin_call()
         current = self.is_current(in_form=False)
+        others = [] if current or not self.x_in_backup else [self.names[i] for i in self.replaced() if self._differs(i)]
         for passes, positions in self.parts:
             if current or not passes.x_in_backup:
                 passes.restore()
@@ -239,10 +287,12 @@ class Plan:
             for i, backup in zip(positions, passes.backups, strict=True):
                 local(self.params[i].data).copy_(backup)
             passes.forget_backups()
+        return others
 
     @ranged("probe")
     def probe(self, h: float, seed: int, draw: int) -> None:
         """Adds h·z to every parameter."""
+        self._begin_call()
         for passes, _ in self.parts:
             passes.probe(h, seed, draw)
 
@@ -295,6 +345,23 @@ class Plan:
                 adaptive=adaptive,
             )
 
+    @ranged("unseen")
+    def unseen_sums(self) -> Tensor:
+        """After a refresh: what it did not see of every parameter, over all parts and shards."""
+        sums = [passes.unseen_sums() for passes, _ in self.parts]
+        return sums[0] if len(self.parts) == 1 and not self.sharded else self._rows(sums)
+
+    @ranged("unseen")
+    def fill_unseen(self, sums: Tensor) -> None:
+        """Gives elements that no refresh has seen yet the mean curvature of the others of their parameter."""
+        for (passes, positions), draw in zip(self.parts, self.draws, strict=True):
+            passes.fill_unseen(sums if len(self.parts) == 1 else sums[positions].to(draw.device))
+
+    def end_step(self) -> None:
+        """Lets go of the gradients and products of an update."""
+        for passes, _ in self.parts:
+            passes.end_step()
+
     @property
     def step_has_run(self) -> bool:
         """Whether any part has run the update at hand."""
@@ -311,11 +378,11 @@ class Plan:
         found = [passes.found for passes, _ in self.parts]
         squares = [part.square_sums for part in found if part.square_sums is not None]
         tallies = [part.tallies for part in found if part.tallies is not None]
-        return Stepped(self._tallies(tallies) if tallies else None, self._total(squares) if squares else None)
+        return Stepped(self._rows(tallies) if tallies else None, self._total(squares) if squares else None)
 
-    def _tallies(self, tallies: Sequence[Tensor]) -> Tensor:
+    def _rows(self, rows: Sequence[Tensor]) -> Tensor:
         """Those of all parts and shards, in the order of the parameters."""
-        combined = torch.empty(len(self.params), TALLY_WORDS, dtype=torch.float64, device=self.draws[0].device)
-        for (_, positions), tally, replicas in zip(self.parts, tallies, self.replicas, strict=True):
-            combined[positions] = tally.to(combined.device) / replicas
+        combined = torch.empty(len(self.params), rows[0].shape[1], dtype=torch.float64, device=self.draws[0].device)
+        for (_, positions), part, replicas in zip(self.parts, rows, self.replicas, strict=True):
+            combined[positions] = part.to(combined.device) / replicas
         return self._over_shards(combined)

@@ -21,6 +21,7 @@ from .layout import (
     PROBE_GRADIENT,
     SIGNED_PRODUCT,
     TALLY_WORDS,
+    UNSEEN_WORDS,
     UPDATES,
     X_IN_BACKUP,
     Scalars,
@@ -40,6 +41,7 @@ class Members:
         n_groups: Number of parameter groups of the optimizer.
         names: What to call each in an error.
         shards: Where each lies in its parameter, None if it is the whole of it; empty if all are.
+        caller: What errors call the optimizer.
     """
 
     weights: list[Tensor]
@@ -48,6 +50,7 @@ class Members:
     n_groups: int
     names: list[str]
     shards: Sequence[Shard | None] = ()
+    caller: str = "SASSHA"
 
     def shard(self, i: int) -> Shard | None:
         """Where member ``i`` lies in its parameter."""
@@ -67,6 +70,7 @@ class Members:
             self.n_groups,
             [self.names[i] for i in positions],
             [self.shards[i] for i in positions] if self.shards else (),
+            self.caller,
         )
 
 
@@ -114,20 +118,21 @@ class Stepped(NamedTuple):
     square_sums: Tensor | None = None
 
 
-def check_grads(names: Sequence[str], weights: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def check_grads(members: Members, grads: Sequence[Tensor]) -> None:
     """Raises unless each gradient has the device, dtype and shape of its parameter and is dense."""
-    for name, weight, grad in zip(names, weights, grads, strict=True):
+    for name, weight, grad in zip(members.names, members.weights, grads, strict=True):
         if grad.layout != torch.strided:
             raise RuntimeError(
-                f"SASSHA: the gradient of {name} is sparse ({grad.layout}); SASSHA needs dense ones, "
-                "for example nn.Embedding(sparse=False)"
+                f"{members.caller}: the gradient of {name} is sparse ({grad.layout}), expected a dense one; make it "
+                "so, for example by nn.Embedding(sparse=False)"
             )
         for what in ("device", "dtype", "shape"):
             found, expected = getattr(grad, what), getattr(weight, what)
             if found != expected:
                 raise RuntimeError(
-                    f"SASSHA: the gradient of {name} has {what} {_plain(found)}, expected {_plain(expected)} like the "
-                    "parameter; it was computed before the parameter changed: call zero_grad() and backward() again"
+                    f"{members.caller}: the gradient of {name} has {what} {_plain(found)}, expected "
+                    f"{_plain(expected)} like the parameter; it was computed before "
+                    "the parameter changed: call zero_grad() and backward() again"
                 )
 
 
@@ -159,6 +164,7 @@ class Passes:
         self.hessians: list[Tensor] = []
         self.xs: list[Tensor] | None = None  # x of every member, where it is kept in state
         self.firsts: list[Tensor] = []
+        self.products: Products | None = None  # of the last update
         self.found = Stepped()
         self._words = array("q", [0] * JOURNAL_WORDS)
         self.journal = torch.frombuffer(self._words, dtype=torch.int64)
@@ -172,6 +178,9 @@ class Passes:
     def updates(self) -> int:
         """How many updates have run."""
         return self._words[UPDATES]
+
+    def begin_call(self) -> None:
+        """A call of the optimizer begins, in a capture of CUDA or outside of one. Only a device needs to know."""
 
     def _write(self, tensors: list[Tensor], values: list[Tensor], word: int, value: int) -> None:
         """Copies values to their tensors and a number into the journal, in one call."""
@@ -188,7 +197,7 @@ class Passes:
     def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
         """Checks and sets the gradients that the coming pass reads; ``overwrite`` says that it may be an ascent."""
         del overwrite  # only a backend that writes into their memory needs to know whose it is
-        check_grads(self.members.names, self.members.weights, grads)
+        check_grads(self.members, grads)
         self.grads = grads
 
     def square_sums(self, *, adaptive: bool) -> Tensor:
@@ -323,9 +332,44 @@ class Passes:
         sums = None if self.xs is None else self._momentum_sums(moments, xs, adaptive)
         self.found = Stepped(torch.stack(tallies) if products is not None else None, sums)
         targets = [*self.updated, *self.exp_avgs, *self.hessians]
+        self.products = products
         self._write(targets, [*xs, *moments, *curvatures], UPDATES, self.updates + 1)
-        self.grads = []
         return self.found
+
+    def unseen_sums(self) -> Tensor:
+        """After a refresh: what it did not see of every member.
+
+        Returns:
+            A float64 tensor [members, 3]: elements whose gradient and product are 0, elements whose curvature is known,
+            and the sum of theirs. All are 0 for members without a product, or of which everything was seen.
+        """
+        tallies = self.found.tallies
+        assert tallies is not None
+        nothing = torch.zeros(UNSEEN_WORDS, dtype=torch.float64, device=tallies.device)
+        sums = []
+        for product, grad, hessian, seen in zip(*self._refreshed(), tallies[:, 2], strict=True):
+            on_host = tallies.device.type == "cpu"
+            if product is None or (on_host and seen == grad.numel()):
+                sums.append(nothing)
+                continue
+            found = reference.unseen_sums(hessian, product, grad)
+            sums.append(found if on_host else torch.where(seen < grad.numel(), found, nothing))
+        return torch.stack(sums)
+
+    def fill_unseen(self, sums: Tensor) -> None:
+        """Gives elements that no refresh has seen yet the mean curvature of the others of their parameter."""
+        for product, grad, hessian, row in zip(*self._refreshed(), sums, strict=True):
+            if product is not None and (sums.device.type != "cpu" or bool(row[0])):
+                hessian.copy_(reference.filled(hessian, product, grad, row))
+
+    def _refreshed(self) -> tuple[Sequence[Tensor | None], list[Tensor], list[Tensor]]:
+        """Products, gradients and curvatures of the last update."""
+        values: Sequence[Tensor | None] = [None] * len(self.grads) if self.products is None else self.products.values
+        return values, self.grads, self.hessians
+
+    def end_step(self) -> None:
+        """Lets go of the gradients and products of an update."""
+        self.grads, self.products = [], None
 
     @property
     def updated(self) -> list[Tensor]:

@@ -64,7 +64,7 @@ def _root(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
-def group_of(params: list[Tensor]) -> Any:
+def group_of(params: list[Tensor], caller: str) -> Any:
     """The processes that share sharded parameters, None if there are none of these.
 
     Raises:
@@ -76,7 +76,7 @@ def group_of(params: list[Tensor]) -> Any:
     roots = {_root(mesh) for mesh in meshes}
     if len(roots) > 1:
         raise RuntimeError(
-            f"SASSHA: parameters lie on {len(roots)} device meshes, whose norms have no common process group; "
+            f"{caller}: parameters lie on {len(roots)} device meshes, whose norms have no common process group; "
             "shard all of them over one mesh"
         )
     mesh = roots.pop()

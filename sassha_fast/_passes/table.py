@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ..variant import Sample
 from . import layout
-from .accessors import address, dtype, is_contiguous, nbytes
+from .accessors import address, dtype, is_contiguous, numel
 from .layout import DeviceScalars, Scalars
 from .reference import Members, Passes, Products, Stepped, check_grads
 
@@ -58,7 +58,7 @@ class TablePasses(Passes, ABC):
         self._cohorts: Sequence[int] | None = None
         self._keep: list[Tensor] = []  # whatever the table points to that nobody else holds
         self._is_bound = False  # whether anything is known about the memory of gradients
-        self._sizes, self._dtypes = list(map(nbytes, self.weights)), list(map(dtype, self.weights))
+        self._sizes, self._dtypes = list(map(numel, self.weights)), list(map(dtype, self.weights))
         self._shared = 0  # gradients that share memory with others
         self._spare: list[Tensor] = []  # memory for x where gradients need theirs, from the first such ascent on
         self._refitted: list[tuple[Tensor, Tensor]] = []  # gradients in another layout, and their copies
@@ -72,8 +72,8 @@ class TablePasses(Passes, ABC):
             misfits, _ = self.bind(column, tensors) if tensors is not None else (0, 0)
             if misfits:
                 raise RuntimeError(
-                    f"SASSHA: {misfits} tensors of optimizer state do not have the layout of their parameters; "
-                    "reload them with load_state_dict, which copies them into place"
+                    f"{self.members.caller}: {misfits} tensors of optimizer state do not have the layout of their "
+                    "parameters; reload them with load_state_dict, which copies them into place"
                 )
 
     @override
@@ -90,6 +90,9 @@ class TablePasses(Passes, ABC):
             return
         self.grads, self._shared = self._bind_gradients(layout.GRAD, grads)
         self._is_bound = True
+        if overwrite and self._shared == 0 and self.xs is None:
+            # Where x will most likely be kept. The norm then takes the table of the ascent.
+            self.columns[layout.BACKUP].copy_(self.columns[layout.GRAD])
         self._refitted = []
         if self.grads is not grads:
             self._refitted = [(g, copy) for g, copy in zip(grads, self.grads, strict=True) if copy is not g]
@@ -98,7 +101,7 @@ class TablePasses(Passes, ABC):
         """Whether gradients are what parameters in row-major order have: ``p.grad.data = ...`` may change that."""
         return (
             all(map(is_contiguous, grads))
-            and list(map(nbytes, grads)) == self._sizes
+            and list(map(numel, grads)) == self._sizes
             and list(map(dtype, grads)) == self._dtypes
         )
 
@@ -107,7 +110,7 @@ class TablePasses(Passes, ABC):
         misfits, shared = self.bind(column, grads)
         if not misfits:
             return grads, shared
-        check_grads(self.members.names, self.weights, grads)
+        check_grads(self.members, grads)
         pairs = zip(grads, self.weights, strict=True)
         fitted = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
         _, shared = self.bind(column, fitted)
@@ -254,12 +257,25 @@ class TablePasses(Passes, ABC):
         table, power = self.scalar_table(scalars), common_power(scalars)
         args = (table, seed, draw, noise_draw, int(sample), zero_is_seen, adaptive)
         self.launch("step", *args, tallies, squares, self.journal, power)
-        if products is not None:
-            self.columns[layout.PRODUCT].zero_()
-        self.grads, self._keep = [], []
         if restore:
             self.backups = []
         return self.found
+
+    @override
+    def unseen_sums(self) -> Tensor:
+        sums = self.doubles(len(self.weights), layout.UNSEEN_WORDS)
+        self.launch("unseen_sums", self.found.tallies, sums)
+        return sums
+
+    @override
+    def fill_unseen(self, sums: Tensor) -> None:
+        self.launch("fill_unseen", sums)
+
+    @override
+    def end_step(self) -> None:
+        if self._keep:  # of a refresh
+            self.columns[layout.PRODUCT].zero_()
+        self.grads, self._keep = [], []
 
     def scalar_table(self, scalars: Scalars) -> Tensor:
         """The scalars as one float64 tensor where the kernels read it, a row per cohort."""

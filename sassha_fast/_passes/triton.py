@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 from typing_extensions import override
 
-from ..triton_kernels import access, gap, math, norm, perturb, probe, step
+from ..triton_kernels import access, gap, math, norm, perturb, probe, step, unseen
 from . import layout
 from .layout import DeviceScalars, Scalars
 from .reference import Members
 from .table import TablePasses, integers
 from .triton_launch import Chunks, Launcher
-from .upload import Mirrors, uploaded
+from .upload import Mirrors, Uploader
 
 KERNEL_DTYPES = (tl.float32, tl.float64, tl.bfloat16, tl.float16)  # by code in the table
 REDUCED = (layout.DTYPES[torch.bfloat16], layout.DTYPES[torch.float16])
@@ -35,22 +35,25 @@ class TritonPasses(TablePasses):
         for name, weight in zip(members.names, members.weights, strict=True):
             if weight.device != device:
                 raise RuntimeError(
-                    f"SASSHA: {name} is on {weight.device}, but {members.names[0]} is on {device}; "
+                    f"{members.caller}: {name} is on {weight.device}, but {members.names[0]} is on {device}; "
                     "one set of passes takes the parameters of one device"
                 )
         self.launcher = Launcher.on(device)
         super().__init__(members)
         kinds, numels = self.columns[layout.DTYPE].tolist(), self.columns[layout.NUMEL].tolist()
-        self.chunks = Chunks(numels, kinds, members.groups, members.n_groups, device)
+        self.mirrors, self.uploader = Mirrors(device), Uploader(device)
+        self.chunks = Chunks(numels, kinds, members.groups, members.n_groups, self.uploader)
         self.numbered_chunks = self.chunks
         if not all(self.numbered):
             sizes = [n if mine else 0 for n, mine in zip(numels, self.numbered, strict=True)]
-            self.numbered_chunks = Chunks(sizes, kinds, members.groups, members.n_groups, device)
+            self.numbered_chunks = Chunks(sizes, kinds, members.groups, members.n_groups, self.uploader)
         self.sign_chunks: tuple[list[tuple[int, int]], Chunks] | None = None
-        self.mirrors = Mirrors(device)
-        self.captured: list[Tensor] = []
 
     # ---- memory -------------------------------------------------------------------------------------------------
+
+    @override
+    def begin_call(self) -> None:
+        self.mirrors.begin()
 
     def device_table(self) -> Tensor:
         """The table where the kernels read it. It is uploaded only if it has changed."""
@@ -63,7 +66,7 @@ class TritonPasses(TablePasses):
             return scalars.table
         late = [(i, j, v) for i, row in enumerate(scalars) for j, v in enumerate(row) if isinstance(v, Tensor)]
         rows = [[0.0 if isinstance(v, Tensor) else v for v in row] for row in scalars] if late else scalars
-        table = uploaded(torch.tensor(rows, dtype=torch.float64, device="cpu"), self.device, self.captured)
+        table = self.uploader.upload(torch.tensor(rows, dtype=torch.float64, device="cpu"))
         for i, j, value in late:
             table[i, j].copy_(value.reshape(()), non_blocking=True)
         return table
@@ -79,8 +82,8 @@ class TritonPasses(TablePasses):
         for position, (weight, tensor) in enumerate(zip(self.weights, tensors, strict=True)):
             if tensor.device != weight.device:
                 raise RuntimeError(
-                    f"SASSHA: {self.members.names[position]} is on {weight.device}, but its gradient or state is on "
-                    f"{tensor.device}; move the model before the optimizer is built, or reload its state"
+                    f"{self.members.caller}: {self.members.names[position]} is on {weight.device}, but its gradient or "
+                    f"state is on {tensor.device}; move the model before the optimizer is built, or reload its state"
                 )
             expected = weight.dtype
             if column in (layout.EXP_AVG, layout.HESSIAN) and expected != torch.float64:
@@ -166,6 +169,21 @@ class TritonPasses(TablePasses):
         for kind, chunks in self.chunks.launches:
             self.launcher(gap.decompose, len(chunks), table, chunks, scales, T=KERNEL_DTYPES[kind])
 
+    def run_unseen_sums(self, tallies: Tensor, sums: Tensor) -> None:
+        """What a refresh did not see of every row."""
+        # Rows of which everything was seen leave their partial results alone.
+        table, partials = self.device_table(), self.doubles(self.chunks.total, layout.UNSEEN_WORDS).zero_()
+        for kind, chunks in self.chunks.launches:
+            tensors = (table, chunks, tallies, partials)
+            self.launcher(unseen.unseen_sums, len(chunks), *tensors, T=KERNEL_DTYPES[kind])
+        sums.copy_(self._finish(partials, self.chunks.row_spans, layout.UNSEEN_WORDS))
+
+    def run_fill_unseen(self, sums: Tensor) -> None:
+        """The mean curvature of every row into those of its elements that no refresh has seen."""
+        table = self.device_table()
+        for kind, chunks in self.chunks.launches:
+            self.launcher(unseen.fill_unseen, len(chunks), table, chunks, sums, T=KERNEL_DTYPES[kind])
+
     def run_step(
         self,
         scalars: Tensor,
@@ -211,12 +229,12 @@ class TritonPasses(TablePasses):
         sizes = [(out.numel(), layout.DTYPES[out.dtype]) for out in outs]
         if self.sign_chunks is None or self.sign_chunks[0] != sizes:
             numels, kinds = [n for n, _ in sizes], [kind for _, kind in sizes]
-            self.sign_chunks = sizes, Chunks(numels, kinds, [0] * len(outs), 1, self.device)
+            self.sign_chunks = sizes, Chunks(numels, kinds, [0] * len(outs), 1, self.uploader)
         rows = torch.zeros(len(outs), layout.ROW_WORDS, dtype=torch.int64, device="cpu")
         rows[:, layout.PARAM] = integers([out.data_ptr() for out in outs])
         rows[:, layout.NUMEL] = integers([n for n, _ in sizes])
         rows[:, layout.INDEX] = integers(indices)
-        table = uploaded(rows, self.device, self.captured)
+        table = self.uploader.upload(rows)
         for kind, chunks in self.sign_chunks[1].launches:
             self.launcher(probe.rademacher, len(chunks), table, chunks, seed, draw, T=KERNEL_DTYPES[kind])
 
@@ -224,7 +242,7 @@ class TritonPasses(TablePasses):
     def add_signs(self, weights: list[Tensor], indices: list[int], h: float, seed: int, draw: int) -> None:
         del weights, indices  # which are rows of the table
         table = self.device_table()
-        length = uploaded(torch.tensor([h], dtype=torch.float64, device="cpu"), self.device, self.captured)
+        length = self.uploader.upload(torch.tensor([h], dtype=torch.float64, device="cpu"))
         for kind, chunks in self.numbered_chunks.launches:
             self.launcher(probe.probe, len(chunks), table, chunks, length, seed, draw, T=KERNEL_DTYPES[kind])
 

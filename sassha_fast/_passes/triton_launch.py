@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..triton_kernels import access
-from .upload import uploaded
+from .upload import Uploader
 
 CHUNK: int = access.CHUNK.value
 SPAN = 8 * CHUNK  # partial results that one program adds: a single one would add those of a huge tensor for too long
@@ -29,7 +29,7 @@ class Chunks:
     """
 
     def __init__(
-        self, numels: Sequence[int], dtypes: Sequence[int], groups: Sequence[int], n_groups: int, device: torch.device
+        self, numels: Sequence[int], dtypes: Sequence[int], groups: Sequence[int], n_groups: int, uploader: Uploader
     ) -> None:
         """Cuts tensors of these sizes into chunks."""
         sizes, kinds, belongs = (_integers(column) for column in (numels, dtypes, groups))
@@ -46,12 +46,12 @@ class Chunks:
         for kind in sorted(set(dtypes)):
             mine = entries[kinds[rows] == kind]
             if len(mine):
-                self.launches.append((kind, uploaded(mine.contiguous(), device)))
+                self.launches.append((kind, uploader.upload(mine.contiguous())))
         row_spans = torch.empty(len(sizes), 2, dtype=torch.int64, device="cpu")
         row_spans[order] = torch.stack((starts, ends), dim=1)
-        self.row_spans = [uploaded(level, device) for level in _levels(row_spans)]
+        self.row_spans = [uploader.upload(level) for level in _levels(row_spans)]
         group_spans = _spans(torch.bincount(belongs[rows], minlength=n_groups))
-        self.group_spans = [uploaded(level, device) for level in _levels(group_spans)]
+        self.group_spans = [uploader.upload(level) for level in _levels(group_spans)]
 
 
 def _integers(values: Sequence[int]) -> Tensor:

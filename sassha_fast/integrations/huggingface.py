@@ -14,6 +14,7 @@ from transformers import Trainer
 from .._core.optimizer import FusedOptimizer
 from ..msassha import MSASSHA
 from .replay import Replay, TrueWeights, numbers
+from .shares import check_shares, check_use, first_rows, taken_share
 
 __all__ = ["SasshaMixin", "SasshaTrainer"]
 
@@ -31,11 +32,26 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
       logged ``grad_norm`` is that at x, of this process.
     - M-SASSHA's true weights are what is evaluated, saved and left at the end.
     - Logs get ``opt.stats`` under ``sassha/``.
+
+    Args:
+        *args: Of the trainer.
+        ascent_share: Share of the rows of every micro-batch, such as 1/4, that the ascent is taken from. The trainer's
+            own pass is then on these rows, and so are the logged ``loss`` and ``grad_norm``.
+        hessian_share: The same for the products of refreshes.
+        **kwargs: Of the trainer.
     """
 
     optimizer_cls_and_kwargs: Any
     _replay: Replay | None = None
     _handles: list[Any]
+
+    def __init__(
+        self, *args: Any, ascent_share: float | None = None, hessian_share: float | None = None, **kwargs: Any
+    ) -> None:
+        """Checks the shares; see the class."""
+        check_shares(ascent_share, hessian_share, caller=type(self).__name__)
+        self.ascent_share, self.hessian_share = ascent_share, hessian_share
+        super().__init__(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """Builds the optimizer; its learning rate is that of the training arguments unless ``lr`` says otherwise."""
@@ -59,11 +75,25 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """See ``transformers.Trainer.training_step``; remembers how to do it again."""
         replay = self._connected(model)
-        run = partial(super().training_step, model, inputs, *args, **kwargs)
+        whole = partial(super().training_step, model)
+
+        def run(share: float) -> Any:
+            if share == 1.0:
+                return whole(inputs, *args, **kwargs)
+            name = type(self).__name__
+            taken = taken_share(inputs, share, caller=name)
+
+            def scaled(items: Any) -> Any:
+                """What a sum over tokens is divided by, those of all micro-batches: for as many rows as are taken."""
+                return None if items is None else items * taken
+
+            part = first_rows(inputs, share, caller=name)
+            return whole(part, *map(scaled, args), **{key: scaled(value) for key, value in kwargs.items()})
+
         replay.begin(run)
         try:
             with replay.unsynced(), replay.forward_context(), replay.backward_context():
-                loss = run()
+                loss = run(replay.first_share)
         except BaseException:  # such as lack of memory, after which auto_find_batch_size tries smaller batches
             replay.clear()
             raise
@@ -98,7 +128,8 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
                     f"in {type(opt).__name__}; give one of them (0 turns that of the training arguments off)"
                 )
             opt.max_grad_norm = float(clip)
-        replay = self._replay = Replay(opt)
+        check_use(opt, self.ascent_share, self.hessian_share, caller=type(self).__name__)
+        replay = self._replay = Replay(opt, self.ascent_share, self.hessian_share)
         self._handles = [opt.register_step_pre_hook(self._before_step)]
         if isinstance(opt, MSASSHA):  # before attach(), whose hook warns of perturbed weights
             self._handles += TrueWeights(opt, self.model).handles
@@ -140,7 +171,8 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
         if replay is None or not replay.parts:
             return None
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (args[0], replay.closures()), rest
+        closures, others = replay.closures()
+        return (args[0], closures), {**rest, **others}
 
 
 class SasshaTrainer(SasshaMixin, Trainer):  # type: ignore[misc]

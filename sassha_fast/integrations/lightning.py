@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from functools import partial, wraps
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,6 +20,7 @@ from torchmetrics import Metric
 from .._core.optimizer import FusedOptimizer
 from ..msassha import MSASSHA
 from .replay import Replay, TrueWeights, numbers
+from .shares import check_shares, check_use, first_rows
 
 __all__ = ["SasshaCallback"]
 
@@ -41,16 +43,23 @@ class SasshaCallback(Callback):  # type: ignore[misc]
 
     Args:
         log_stats: Whether loggers get the statistics, every ``log_every_n_steps`` steps.
+        ascent_share: Share of the rows of every batch, such as 1/4, that the ascent is taken from. Lightning's own pass
+            is then on these rows, and what it reports and logs is of them.
+        hessian_share: The same for the products of refreshes.
     """
 
-    def __init__(self, *, log_stats: bool = True) -> None:
+    def __init__(
+        self, *, log_stats: bool = True, ascent_share: float | None = None, hessian_share: float | None = None
+    ) -> None:
         """Connects nothing yet."""
-        self.log_stats = log_stats
+        check_shares(ascent_share, hessian_share, caller="SasshaCallback")
+        self.log_stats, self.ascent_share, self.hessian_share = log_stats, ascent_share, hessian_share
         self._opts: list[FusedOptimizer] = []
         self._replay: Replay | None = None
         self._handles: list[Any] = []
         self._forward, self._backward = ExitStack(), ExitStack()  # contexts of Lightning's own passes
         self._clip: float | None = None
+        self._module: LightningModule | None = None  # that is being fitted
         self._averaged = False  # whether another callback takes averages of M-SASSHA's weights after a batch
         self._logged = 0
 
@@ -68,7 +77,9 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         if pl_module.automatic_optimization:
             _check_automatic(trainer, pl_module)
             self._take_over_clipping(trainer, self._opts[0])
-            self._replay = Replay(self._opts[0])
+            check_use(self._opts[0], self.ascent_share, self.hessian_share, caller="SasshaCallback")
+            self._replay = Replay(self._opts[0], self.ascent_share, self.hessian_share)
+            self._module = pl_module
             self._handles.append(self._opts[0].register_step_pre_hook(self._before_step))
         self._averaged = any(isinstance(opt, MSASSHA) for opt in self._opts) and _averages(trainer, self)
         for opt in self._opts:
@@ -94,7 +105,7 @@ class SasshaCallback(Callback):  # type: ignore[misc]
             handle.remove()
         if self._clip is not None:
             trainer.gradient_clip_val, self._clip = self._clip, None
-        self._handles, self._opts, self._replay = [], [], None
+        self._handles, self._opts, self._replay, self._module = [], [], None, None
 
     def _take_over_clipping(self, trainer: Trainer, opt: FusedOptimizer) -> None:
         """Lightning would clip every pass: differences of clipped gradients are no products."""
@@ -128,20 +139,21 @@ class SasshaCallback(Callback):  # type: ignore[misc]
             self._replay.clear()
         with_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
         given = (batch, batch_idx) if with_index else (batch,)
-        opt, share = self._replay.opt, trainer.accumulate_grad_batches
+        opt, parts = self._replay.opt, trainer.accumulate_grad_batches
 
-        def again() -> Tensor | None:
-            with _unheard(pl_module):
+        def again(share: float) -> Tensor | None:
+            with _unheard(pl_module), _sharing(pl_module, share):
                 output = trainer.strategy.training_step(*given)
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 if loss is None:
                     return None
-                loss = loss / share
+                loss = loss / parts
                 trainer.strategy.backward(loss, opt)
             return loss.detach()  # type: ignore[no-any-return]
 
         self._replay.begin(again)
         self._forward.enter_context(self._replay.forward_context())
+        self._forward.enter_context(_sharing(pl_module, self._replay.first_share))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Lets the backward pass of a micro-batch that no step follows make what a refresh needs."""
@@ -159,9 +171,10 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         if replay is None or not replay.parts or closure is None:
             return None
         self._forward.close()
-        replay.parts[-1].run_first(closure)
+        replay.parts[-1].run_first(partial(_run_share, closure, self._module))
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (args[0], replay.closures(), *args[2:]), rest
+        closures, others = replay.closures()
+        return (args[0], closures, *args[2:]), {**rest, **others}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -247,6 +260,35 @@ def _unheard(pl_module: LightningModule) -> Iterator[None]:
             del module.log
         for metric, attributes in metrics:
             metric.__dict__.update(attributes)
+
+
+@contextmanager
+def _sharing(pl_module: LightningModule, share: float) -> Iterator[None]:
+    """Lets ``training_step`` of the module see a share of the batch that it is given."""
+    if share == 1.0:
+        yield
+        return
+    own = vars(pl_module).get("training_step")  # of a compiled module
+    whole = pl_module.training_step
+
+    @wraps(whole)
+    def training_step(batch: Any, *rest: Any) -> Any:
+        return whole(first_rows(batch, share, caller="SasshaCallback"), *rest)
+
+    pl_module.training_step = training_step
+    try:
+        yield
+    finally:
+        if own is None:
+            del pl_module.training_step
+        else:
+            pl_module.training_step = own
+
+
+def _run_share(closure: Any, pl_module: LightningModule, share: float) -> Any:
+    """Lightning's closure, on a share of its batch."""
+    with _sharing(pl_module, share):
+        return closure()
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,20 +23,24 @@ from ..variant import Ascent
 
 __all__ = ["MicroBatch", "Replay", "Replayed", "TrueWeights", "numbers"]
 
-Run = Callable[[], "Tensor | float | None"]
+RunShare = Callable[[float], "Tensor | float | None"]  # on a share of the micro-batch; 1 is all of it
 
 
 class MicroBatch:
-    """Forward and backward pass of one micro-batch, as a closure of ``opt.step``."""
+    """Forward and backward pass of one micro-batch, as a closure of ``opt.step``.
 
-    def __init__(self, opt: FusedOptimizer, again: Run) -> None:
+    Attributes:
+        share: Of the micro-batch, which the framework's run takes.
+    """
+
+    def __init__(self, opt: FusedOptimizer, again: RunShare, share: float = 1.0) -> None:
         """Remembers the random numbers, so call it right before the framework runs the micro-batch."""
-        self.opt, self.run = opt, again
-        self.first: Run | None = None  # how the framework runs it, if that is left to the optimizer
+        self.opt, self.run, self.share = opt, again, share
+        self.first: RunShare | None = None  # how the framework runs it, if that is left to the optimizer
         self.loss: Tensor | float | None = None  # of the framework's run
         self.random = random_state(opt)
 
-    def run_first(self, run: Run) -> None:
+    def run_first(self, run: RunShare) -> None:
         """Leaves the framework's run to the optimizer, whose step begins now."""
         self.first, self.random = run, random_state(self.opt)
 
@@ -43,10 +48,14 @@ class MicroBatch:
         """The loss; its gradient is added to ``p.grad``."""
         model = self.opt.model
         self.random.restore()
-        run, self.first = self.first or self.run, None
         has_run = model is not None and self.loss is not None
         with frozen_batchnorm(model) if has_run else nullcontext():  # type: ignore[arg-type]
-            loss = run()
+            return self.run_share(self.share)
+
+    def run_share(self, share: float) -> Tensor | float:
+        """The loss of a share of it, with the random numbers at hand; its gradient is added to ``p.grad``."""
+        run, self.first = self.first or self.run, None
+        loss = run(share)
         if loss is None:
             raise RuntimeError(
                 f"{type(self.opt).__name__}.step: the training step of a micro-batch returned None instead of a loss, "
@@ -110,15 +119,22 @@ class Replay:
     A framework runs every micro-batch once and then asks for a step. Its gradients are those of the first pass; at
     x + ε and at probes the optimizer runs all micro-batches again, each with its random numbers.
 
+    With ``ascent_share`` the framework runs a share of every micro-batch, which is all that the ascent sees. Whole
+    micro-batches are run at x + ε alone.
+
     Attributes:
         opt: The optimizer.
         parts: What was collected since the last step.
         products: Of methods whose first pass is the only one, on refreshes by exact products.
     """
 
-    def __init__(self, opt: FusedOptimizer) -> None:
+    def __init__(
+        self, opt: FusedOptimizer, ascent_share: float | None = None, hessian_share: float | None = None
+    ) -> None:
         """Collects for an optimizer."""
         self.opt = opt
+        self._ascent_share = ascent_share
+        self._hessian_share = None if hessian_share == 1.0 else hessian_share  # products come from the step's own pass
         self.clear()
 
     def clear(self) -> None:
@@ -126,23 +142,41 @@ class Replay:
         self.parts: list[MicroBatch] = []
         self.products: ProductSum | None = None
 
-    def begin(self, again: Run) -> None:
-        """Call it before the framework runs a micro-batch; ``again`` does the same once more."""
-        self.parts.append(MicroBatch(self.opt, again))
+    @property
+    def first_share(self) -> float:
+        """The share of every micro-batch that the framework has to run."""
+        radii = [group["rho"] for group in self.opt.param_groups] if "rho" in self.opt.defaults else []
+        climbs = self.opt.rho_scheduler is not None or any(isinstance(r, Tensor) or r != 0.0 for r in radii)
+        return self._ascent_share if self._ascent_share is not None and climbs else 1.0
+
+    def begin(self, again: RunShare) -> None:
+        """Call it before the framework runs its share of a micro-batch; ``again`` runs any share of it once more."""
+        self.parts.append(MicroBatch(self.opt, again, self.first_share))
 
     def unsynced(self) -> AbstractContextManager[Any]:
         """For the framework's passes: DDP leaves gradients alone."""
         parts = self.opt.parts
         return parts.reducer.unsynced(parts.params.all, parts.options.reduce_grads)
 
-    def forward_context(self) -> AbstractContextManager[None]:
-        """For the framework's forward pass: on exact refreshes, all passes of a step have to see one network."""
-        return self.opt.refresh_context() if self._differentiates else nullcontext()
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """For the framework's forward pass: on exact refreshes, all passes of a step have to see one network.
+
+        Where it runs a share, BatchNorm statistics are left to the pass of the whole batch.
+        """
+        model = self.opt.model
+        with ExitStack() as stack:
+            if self._differentiates:
+                stack.enter_context(self.opt.refresh_context())
+            if self.parts and self.parts[-1].share < 1.0 and model is not None:
+                stack.enter_context(frozen_batchnorm(model))
+            yield
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
         """For the framework's backward pass: where no other follows, it is the one to differentiate again."""
-        if not self._differentiates or self.opt.variant.ascent is Ascent.GRADIENT:
+        apart = self._hessian_share is not None or self.opt.variant.ascent is Ascent.GRADIENT
+        if not self._differentiates or apart:
             yield
             return
         self.products = self.products or ProductSum(Step(self.opt.parts))
@@ -156,17 +190,34 @@ class Replay:
         else:
             self.parts[-1].loss = loss.detach() if isinstance(loss, Tensor) else loss
 
-    def closures(self) -> Replayed:
-        """The closures of the step that is about to begin."""
-        has_run = any(part.loss is not None for part in self.parts)
+    def closures(self) -> tuple[Accumulated, dict[str, Accumulated]]:
+        """The closures of the step that is about to begin: of the descent, and by the name of their argument others."""
+        parts = self.parts
+        has_run = any(part.loss is not None for part in parts)
         grads = self.opt.parts.params.take_grads() if has_run else None
-        closures = Replayed(self.parts, grads, self.products)
+        closures: Accumulated = Replayed(parts, grads, self.products)
+        others: dict[str, Accumulated] = {}
+        if any(part.share < 1.0 for part in parts):
+            closures, others["ascent_closure"] = _in_turn(parts, 1.0), closures
+        if self._hessian_share is not None and self.opt.parts.descent.has_curvature:
+            others["hessian_closure"] = _in_turn(parts, self._hessian_share)
         self.clear()
-        return closures
+        return closures, others
 
     @property
     def _differentiates(self) -> bool:
         return self.opt.hvp == "exact" and self.opt.hessian_due
+
+
+def _in_turn(parts: Sequence[MicroBatch], share: float) -> Accumulated:
+    """Passes over a share of all micro-batches. Random numbers are those of the first run and go on from there."""
+
+    def closure(number: int, part: MicroBatch) -> Tensor | float:
+        if number == 0:
+            part.random.restore()
+        return part.run_share(share)
+
+    return Accumulated([partial(closure, number, part) for number, part in enumerate(parts)])
 
 
 def random_state(opt: FusedOptimizer) -> RandomState:

@@ -1,0 +1,123 @@
+"""Nothing is left over of a step that somebody skipped, or that an exception ended."""
+
+import copy
+
+import pytest
+import torch
+from test_kept_tensors import loss_of, make_net, step
+from training import assert_same_bits, snapshot
+
+from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian, SophiaH
+
+
+@pytest.mark.parametrize("op", ["_foreach_div", "_foreach_sub_", "_foreach_copy_"])
+@pytest.mark.parametrize("method", [SASSHA, AdaHessian, MSASSHA])
+def test_foreach_an_exception_within_the_update_leaves_weights_and_state(method, op, monkeypatch):
+    net = make_net()
+    opt = method(net.parameters(), lr=0.05, backend="foreach", lazy_hessian=1)
+    step(opt, net)
+    loss_of(net).backward(create_graph=True)
+    before, state = snapshot(net), copy.deepcopy(opt.state_dict()["state"])
+
+    def out_of_memory(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, op, out_of_memory)
+        with pytest.raises(MemoryError):
+            opt.step()
+    assert_same_bits(snapshot(net), before)
+    now = opt.state_dict()["state"]
+    for i, entry in state.items():
+        for key in ("exp_avg", "exp_hessian_diag"):
+            assert_same_bits([now[i][key]], [entry[key]])
+
+
+@pytest.mark.parametrize("method", [AdaHessian, SophiaH, MSASSHA])
+def test_a_step_whose_gradients_were_zeroed_by_the_model_is_given_up(method):
+    net = make_net()
+    opt = method(net.parameters(), lr=0.05, lazy_hessian=10)
+    step(opt, net)
+    loss_of(net).backward()
+    opt.take_products()
+    skipped = opt._current()
+    assert not skipped.is_stale
+    net.zero_grad()
+    loss_of(net).backward()
+    assert skipped.is_stale
+    opt.step()
+    assert opt._current() is None
+
+
+def test_gradients_that_were_replaced_by_others_of_the_same_pass_are_those_of_the_step():
+    found = []
+    for replaces in (False, True):
+        net = make_net()
+        opt = AdaHessian(net.parameters(), lr=0.05)
+        for _ in range(2):
+            loss_of(net).backward(create_graph=opt.hessian_due)
+            opt.take_products()
+            for p in net.parameters():
+                if replaces:
+                    p.grad = p.grad * 0.5
+                else:
+                    p.grad.mul_(0.5)
+            opt.step()
+            opt.zero_grad()
+        found.append(snapshot(net))
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_hook_that_raises_leaves_nothing_of_a_call_of_gradscaler(register):
+    net = make_net()
+    opt = AdaHessian(net.parameters(), lr=0.05, lazy_hessian=100)
+    step(opt, net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def hook(*args):
+        raise KeyboardInterrupt
+
+    getattr(opt, register)(hook)
+    scaler.scale(loss_of(net)).backward()
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(opt)
+    assert not hasattr(opt, "grad_scale")
+    assert not hasattr(opt, "found_inf")
+
+
+@pytest.mark.parametrize("options", [{"alpha": 0.1}, {"hvp": "finite_difference", "alpha": 0.0}])
+def test_gradients_that_were_unscaled_before_they_are_compared_are_refused(options):
+    net = make_net()
+    opt = GSASSHA(net.parameters(), lr=0.05, rho=0.05, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = snapshot(net)
+    scaler.scale(loss_of(net)).backward()
+    opt.perturb_weights()
+    scaler.scale(loss_of(net)).backward(create_graph=opt.hvp == "exact")
+    for _ in range(opt.probes_due):
+        opt.probe_weights()
+        scaler.scale(loss_of(net)).backward()
+    scaler.unscale_(opt)
+    with pytest.raises(RuntimeError, match=r"call scaler.unscale_\(opt\) after unperturb\(\)"):
+        opt.unperturb(scaler=scaler)
+    assert_same_bits(snapshot(net), before)
+
+
+def test_a_step_that_no_closure_drives_any_more_blocks_no_call():
+    net = make_net()
+    opt = SASSHA(net.parameters(), lr=0.05, rho=0.1)
+    kept = []
+
+    def closure():
+        opt.zero_grad()
+        loss = loss_of(net)
+        loss.backward()
+        kept[:] = [opt._step]
+        return loss
+
+    opt.step(closure)
+    left = type(kept[0])(opt.parts, driven=True)  # as two interrupts leave it
+    opt._step = left
+    opt.step(closure)
+    assert kept[0] is not left

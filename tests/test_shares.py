@@ -1,0 +1,67 @@
+"""The share of a batch that a pass of a trainer takes: the first rows of all that is in it."""
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from sassha_fast.integrations.shares import first_rows, taken_share
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+def rows(n=8):
+    return torch.arange(n * 3).view(n, 3)
+
+
+def test_tensors_are_cut_in_whatever_they_are_held_by():
+    x, y = rows(), torch.arange(8)
+    batch = {"x": x, "more": [y, (x, OrderedDict(deep=y))], "pair": Pair(x, y), "length": 7, "name": "a", "none": None}
+    found = first_rows(batch, 1 / 4, caller="test")
+    assert torch.equal(found["x"], x[:2])
+    assert torch.equal(found["more"][1][1]["deep"], y[:2])
+    assert torch.equal(found["more"][0], y[:2])
+    assert isinstance(found["more"][1], tuple)
+    assert isinstance(found["more"][1][1], OrderedDict)
+    assert isinstance(found["pair"], Pair)
+    assert torch.equal(found["pair"].y, y[:2])
+    assert (found["length"], found["name"], found["none"]) == (7, "a", None)
+    assert len(batch["x"]) == 8
+    assert found["x"].data_ptr() == x.data_ptr()
+
+
+def test_dicts_that_are_none_and_lists_of_something_for_each_row():
+    batch = UserDict(x=rows(), files=[f"{i}.png" for i in range(8)], scale=torch.tensor(2.0), names=("a", "b"))
+    found = first_rows(batch, 0.5, caller="test")
+    assert isinstance(found, UserDict)
+    assert found["files"] == ["0.png", "1.png", "2.png", "3.png"]
+    assert found["scale"] == 2.0
+    assert found["names"] == ("a", "b")
+    assert len(batch["files"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("n", "share", "kept"), [(8, 1 / 4, 2), (3, 1 / 4, 1), (1, 1 / 4, 1), (10, 1 / 3, 3), (7, 1, 7)]
+)
+def test_at_least_one_row_is_left(n, share, kept):
+    assert len(first_rows(rows(n), share, caller="test")) == kept
+    assert taken_share(rows(n), share, caller="test") == kept / n
+
+
+def test_what_can_not_be_cut_is_named():
+    @dataclass
+    class Graph:
+        nodes: torch.Tensor
+
+    with pytest.raises(ValueError, match="test: a batch has tensors of 4 and 8 rows, so that no share of it"):
+        first_rows((rows(8), rows(4)), 1 / 2, caller="test")
+    with pytest.raises(ValueError, match="test: a batch has no tensor with rows"):
+        first_rows({"a": torch.tensor(1.0)}, 1 / 2, caller="test")
+    with pytest.raises(ValueError, match="test: a batch holds a Graph, of which no share can be taken"):
+        first_rows([rows(8), Graph(rows(8))], 1 / 2, caller="test")
+    with pytest.raises(ValueError, match="so that no share of it can be taken"):
+        first_rows(pack_sequence([torch.zeros(3), torch.zeros(2)]), 1 / 2, caller="test")
+    with pytest.raises(ValueError, match="tensors of 0 rows"):
+        first_rows(rows(0), 1 / 2, caller="test")
