@@ -1,6 +1,7 @@
 """Fixtures of all tests."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -97,6 +98,9 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_default_device("cuda")
     if not ON_GPU:
         _quicken_interpreter()
+    # A shell starts what it puts into the background with SIGINT ignored, and Python leaves it at that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Kernels make infinities and NaN on purpose; numpy, which interprets them, would warn.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
     # The authors' loop needs create_graph=True; the optimizer detaches the gradients, which breaks the cycle.
