@@ -31,7 +31,7 @@ $(INSTALLED) $(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
 
 .DEFAULT_GOAL := help
 .PHONY: help build sim test test-product test-large mutants prove-gpu prove-triton demo label-noise compare bench
-.PHONY: report gpu-report backends scale docs lint format wheel clean fuzz fuzz-sanitized test-vgpu mutants-vgpu
+.PHONY: report gpu-report backends scale docs lint format wheel clean fuzz fuzz-sanitized interrupts test-vgpu mutants-vgpu
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ test-product: $(BUILT) $(SIM) ## run the tests of wheel, site, report, benchmark
 
 test-large: $(BUILT) $(SIM) ## run the tests that need 14 GB of memory
 	$(BIN)/python -m pytest tests -m slow
+
+interrupts: $(BUILT) ## raise an exception at every line that a step runs through; `make test` takes every third
+	$(PYTEST) -m slow -k test_an_exception_at_any_line
 
 fuzz: $(BUILT) $(SIM) ## random runs on all backends and damaged checkpoints, an hour; FUZZ_CASES, FUZZ_SECONDS, FUZZ_SEED
 	$(BIN)/python tests/fuzz_checkpoints.py $(FUZZ) --seconds $$(( $(FUZZ_SECONDS) / 5 ))

@@ -28,8 +28,8 @@ def convolutional():
 
 def pictures():
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(64, 3, 12, 12, generator=generator).to(DEVICE)
-    return x, torch.randint(0, 10, (64,), generator=generator).to(DEVICE)
+    x = torch.randn(32, 3, 12, 12, generator=generator).to(DEVICE)
+    return x, torch.randint(0, 10, (32,), generator=generator).to(DEVICE)
 
 
 def losses(net, opt, steps, enabled=True):

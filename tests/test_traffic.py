@@ -1,5 +1,7 @@
 """The bytes that passes move: what they declare, what their kernels touch, and what the documents say."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -55,40 +57,72 @@ KERNELS = {
 }
 
 RUN = """
+import json, os, sys, traceback
 import torch
 from sassha_fast import traffic
 from sassha_fast._passes import layout as tables, library
 from sassha_fast._passes.layout import StepScalars
 library.load()
 ops = torch.ops.sassha_fast
-scales, draw = torch.tensor([0.1]), torch.zeros(1, dtype=torch.int64)
-row = StepScalars(0.9, 0.9, 0.1, 0.99, 0.01, 0.5, 0.4, 0.5, 1.2, 1e-4, 0.1, 0.5)
-scalars = torch.tensor([row], dtype=torch.float64)
-journal, sums, gap, tallies = draw.new_zeros(2), *(torch.zeros(n, dtype=torch.float64) for n in (1, 3, 3))
-tallies = tallies.view(1, 3)
-kept = {{}}
-columns = (*traffic.PASSES[{name!r}].reads, *traffic.PASSES[{name!r}].writes)
-table = torch.zeros(1, tables.ROW_WORDS, dtype=torch.int64)
-ops.table_bind(table, tables.PARAM, [torch.rand(1000)])  # for size and dtype
-table[:, tables.PARAM] = 0
-for column in columns:
-    kept[column] = kept.get(column, torch.rand(1000))
-    table[:, getattr(tables, column.upper())] = kept[column].data_ptr()
-if {name!r} == "fill_unseen":  # an element to fill
-    kept["grad"][3], kept["product"][3], kept["hessian"][3] = 0.0, 0.0, -0.0
-before = {{column: tensor.clone() for column, tensor in kept.items()}}
-{call}
-changed = {{column for column, tensor in kept.items() if not torch.equal(tensor, before[column])}}
-assert changed == set(traffic.PASSES[{name!r}].writes), changed
+
+
+def run(name, call):
+    scales, draw = torch.tensor([0.1]), torch.zeros(1, dtype=torch.int64)
+    row = StepScalars(0.9, 0.9, 0.1, 0.99, 0.01, 0.5, 0.4, 0.5, 1.2, 1e-4, 0.1, 0.5)
+    scalars = torch.tensor([row], dtype=torch.float64)
+    journal, sums, gap, tallies = draw.new_zeros(2), *(torch.zeros(n, dtype=torch.float64) for n in (1, 3, 3))
+    tallies = tallies.view(1, 3)
+    kept = {}
+    columns = (*traffic.PASSES[name].reads, *traffic.PASSES[name].writes)
+    table = torch.zeros(1, tables.ROW_WORDS, dtype=torch.int64)
+    ops.table_bind(table, tables.PARAM, [torch.rand(1000)])  # for size and dtype
+    table[:, tables.PARAM] = 0
+    for column in columns:
+        kept[column] = kept.get(column, torch.rand(1000))
+        table[:, getattr(tables, column.upper())] = kept[column].data_ptr()
+    if name == "fill_unseen":  # an element to fill
+        kept["grad"][3], kept["product"][3], kept["hessian"][3] = 0.0, 0.0, -0.0
+    before = {column: tensor.clone() for column, tensor in kept.items()}
+    eval(call, globals(), locals())
+    changed = {column for column, tensor in kept.items() if not torch.equal(tensor, before[column])}
+    assert changed == set(traffic.PASSES[name].writes), changed
+
+
+found = {}
+for name, call in json.loads(sys.argv[1]).items():
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(write, 2)
+        try:
+            run(name, call)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as errors:
+        said = errors.read()
+    found[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
+print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_touch_the_columns_that_they_declare_and_write_no_others(name):
-    """In a process of their own: every other column is a null pointer, which would end it."""
-    script = RUN.format(name=name, call=KERNELS[name])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def ended():
+    """How the process of every kernel ended, and what it said. They are forked, as importing torch takes seconds."""
+    command = [sys.executable, "-c", RUN, json.dumps(KERNELS)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_touch_the_columns_that_they_declare_and_write_no_others(name, ended):
+    """In a process of their own: every other column is a null pointer, which would end it."""
+    code, said = ended[name]
+    assert code == 0, said or f"ended by signal {-code}"
 
 
 def rows(text, heading):
