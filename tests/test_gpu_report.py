@@ -126,8 +126,11 @@ def test_a_part_that_hangs_is_stopped_with_what_it_has_started(modules, tmp_path
     note = tmp_path / "pid"
     started = f"pid = os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '600'); open({str(note)!r}, 'w').write(str(pid))"
     part = modules("hangs", f"{started}; time.sleep(600)")
-    done = parts.run(part, CPU, patience=3)
-    assert "The process was stopped after 3 s." in done.result.failures[0].text
+    for patience in (3, 30, 300):  # until it has started something, which may take long on a busy machine
+        done = parts.run(part, CPU, patience=patience)
+        assert f"The process was stopped after {patience} s." in done.result.failures[0].text
+        if note.exists() and note.read_text():
+            break
     assert not is_running(int(note.read_text()))
 
 
