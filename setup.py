@@ -32,7 +32,8 @@ COMMON = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *QUIET,
     f"-DTORCH_TARGET_VERSION={TORCH_FLOOR}", *NUMERICS,
 ]  # fmt: skip
-KERNELS = ["norm", "perturb", "gap", "unseen", "probe", "step"]  # csrc/cpu/*.cpp, compiled once per instruction set
+# csrc/cpu/*.cpp, compiled once per instruction set.
+KERNELS = ["norm", "perturb", "gap", "unseen", "probe", "step", "compact"]
 ISAS = {"generic": []}
 if platform.machine() in ("x86_64", "AMD64"):
     ISAS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
@@ -58,12 +59,30 @@ SIM_FLAGS = ["-O2", "-DSASSHA_SIM", "-DSASSHA_NAMESPACE=sassha_fast_sim", "-DSAS
 def find_compiler() -> str:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        sys.exit(f"setup.py: the C++ compiler {compiler!r} was not found; install g++ (11 or later) or set CXX")
+        sys.exit(
+            f"setup.py: the C++ compiler {compiler!r} was not found; install g++ (11 or later), set CXX, or set "
+            "SASSHA_NATIVE=0 to install without kernels: backend foreach, the same bits and slower"
+        )
     about = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     version = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True).stdout.strip()
     if "Free Software Foundation" in about and int(version.split(".")[0]) < GCC_FLOOR:
         sys.exit(f"setup.py: {compiler} is g++ {version}, expected {GCC_FLOOR} or later; set CXX to a newer one")
     return compiler
+
+
+def native() -> bool:
+    """Whether the native library is to be built: SASSHA_NATIVE=0 leaves it out."""
+    wanted = os.environ.get("SASSHA_NATIVE", "1")
+    if wanted not in ("0", "1"):
+        sys.exit(f"setup.py: SASSHA_NATIVE is {wanted!r}, expected 0 or 1")
+    return wanted == "1"
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int]:
+    """Its release, such as (13, 0)."""
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def find_nvcc() -> str | None:
@@ -77,9 +96,7 @@ def find_nvcc() -> str | None:
     nvcc = shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
     problem = "nvcc was not found; install the CUDA toolkit, or set CUDA_HOME or PATH"
     if nvcc is not None:
-        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-        found = re.search(r"release (\d+)\.(\d+)", text)
-        version = (int(found[1]), int(found[2])) if found else (0, 0)
+        version = nvcc_version(nvcc)
         if version >= CUDA_FLOOR:
             return nvcc
         problem = f"{nvcc} is release {version[0]}.{version[1]}, expected {CUDA_FLOOR[0]}.{CUDA_FLOOR[1]} or later"
@@ -89,15 +106,34 @@ def find_nvcc() -> str | None:
     return None
 
 
-def arch_flags() -> list[str]:
-    """Machine code for every architecture of SASSHA_CUDA_ARCHS, and PTX of the newest for those to come."""
+def architectures() -> list[str]:
+    """What SASSHA_CUDA_ARCHS asks for, such as ["80", "90"]."""
     archs = os.environ.get("SASSHA_CUDA_ARCHS", CUDA_ARCHS).replace(";", ",").split(",")
     for arch in archs:
         if not re.fullmatch(r"\d{2,3}a?", arch):
             sys.exit(f"setup.py: SASSHA_CUDA_ARCHS has {arch!r}, expected numbers such as {CUDA_ARCHS}")
-    newest = max(archs, key=lambda arch: int(arch.rstrip("a")))
+    return sorted(archs, key=lambda arch: int(arch.rstrip("a")))
+
+
+def arch_flags() -> list[str]:
+    """Machine code for every architecture of SASSHA_CUDA_ARCHS, and PTX of the newest for those to come."""
+    archs = architectures()
+    newest = archs[-1]
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     return [*codes, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+
+
+def find_needed() -> str:
+    """Folder of ninja. Ends the build where ninja or torch is missing, which an isolated environment always lacks."""
+    try:
+        import torch  # noqa: F401
+        from ninja import BIN_DIR
+    except ImportError as error:
+        sys.exit(
+            f"setup.py: {error.name} can't be imported here; install torch (2.10 or later), ninja and setuptools, and "
+            "build beside them: pip install --no-build-isolation ."
+        )
+    return str(BIN_DIR)
 
 
 class Ninja:
@@ -113,18 +149,18 @@ class Ninja:
             f"cxx = {find_compiler()}",
             f"flags = {' '.join(COMMON)} {includes} {os.environ.get('CXXFLAGS', '')}",
             *self.rule("compile", "$cxx -MMD -MF $out.d $flags $more -c $in -o $out", depfile=True),
-            *self.rule("link", "$cxx -shared -o $out $in $libs"),
+            *self.rule("link", "$cxx -shared -Wl,-s -o $out $in $libs"),
         ]
         self.nvcc = find_nvcc()
         if self.nvcc is not None:
-            # nvcc runs its own host compiler; a cudart inside the library leaves nothing to find when it is loaded.
+            # nvcc runs its own host compiler. CUDA's runtime is torch's, found by csrc/cuda/runtime.cpp.
             self.lines += [
                 f"nvcc = {self.nvcc} -ccbin {find_compiler()}",
                 f"cuda_flags = {' '.join([*CUDA_FLAGS, *arch_flags()])} {includes}",
                 *self.rule("cuda", "$nvcc -MD -MF $out.d $cuda_flags -c $in -o $out", depfile=True),
                 # Through libtorch a torch with CUDA brings libtorch_cuda and the current stream; nothing else of it is
                 # referred to, so the linker must be told to keep it.
-                *self.rule("cuda_link", "$nvcc -shared -cudart static -Xlinker --no-as-needed -o $out $in $libs"),
+                *self.rule("cuda_link", "$cxx -shared -Wl,-s,--no-as-needed -o $out $in $libs"),
             ]
 
     @staticmethod
@@ -158,17 +194,21 @@ def write_ninja(build_dir: Path, target: Path) -> Path:
         for kernel in KERNELS:
             more = f"-DSASSHA_ISA={isa} {' '.join(isa_flags)}"
             objects.append(ninja.compile(csrc / "cpu" / f"{kernel}.cpp", f"cpu_{kernel}_{isa}", more))
+    objects.append(ninja.compile(csrc / "glibc.cpp", "glibc"))
     if ninja.nvcc is not None:
+        major, minor = nvcc_version(ninja.nvcc)
+        about = f"-DSASSHA_CUDA_BUILT={major * 1000 + minor * 10} -DSASSHA_CUDA_LEAST={architectures()[0].rstrip('a')}"
+        objects.append(ninja.compile(csrc / "cuda" / "runtime.cpp", "runtime", about))
         objects += [ninja.compile(csrc / "cuda" / f"{name}.cu", f"cuda_{name}", rule="cuda") for name in CUDA_SOURCES]
     ninja.link(target, objects, rule="link" if ninja.nvcc is None else "cuda_link")
     sim_flags = " ".join(SIM_FLAGS)
     sim = [ninja.compile(source, f"sim_{name}", sim_flags) for source, name in shared]
     for name in CUDA_SOURCES:
         sim.append(ninja.compile(csrc / "cuda" / f"{name}.cu", f"sim_cuda_{name}", f"{sim_flags} -x c++"))
-    sim.append(ninja.compile(ROOT / "tests" / "sim.cpp", "sim_sim", sim_flags))
+    sim.append(ninja.compile(ROOT / "tests" / "support" / "sim.cpp", "sim_sim", sim_flags))
     ninja.link(Path("_cuda_sim.so"), sim)
     watched = f"-O1 -DSASSHA_SIM {SANITIZERS}"
-    main = [ninja.compile(ROOT / "tests" / "sim_main.cpp", "watched_main", watched)]
+    main = [ninja.compile(ROOT / "tests" / "support" / "sim_main.cpp", "watched_main", watched)]
     for name in CUDA_SOURCES[1:]:
         main.append(ninja.compile(csrc / "cuda" / f"{name}.cu", f"watched_{name}", f"{watched} -x c++"))
     ninja.lines += ninja.rule("program", f"$cxx {SANITIZERS} -Wl,--gc-sections -o $out $in")
@@ -193,6 +233,10 @@ class NinjaBuild(build_ext):
     """Builds sassha_fast/_native.so, in the source tree for an editable install, else in the build tree."""
 
     def run(self) -> None:
+        if not native():
+            print("setup.py: SASSHA_NATIVE=0, so the native library is left out")
+            return
+        ninja = Path(find_needed()) / "ninja"
         package = (
             ROOT / "sassha_fast"
             if self.inplace or self.editable_mode
@@ -200,12 +244,12 @@ class NinjaBuild(build_ext):
         )
         package.mkdir(parents=True, exist_ok=True)
         path = write_ninja(ROOT / "build" / "native", package / LIBRARY)
-        from ninja import BIN_DIR
-
-        subprocess.run([str(Path(BIN_DIR) / "ninja"), "-C", str(path.parent)], check=True)
+        done = subprocess.run([str(ninja), "-C", str(path.parent)])
+        if done.returncode:
+            sys.exit(f"setup.py: the native library did not build; {find_compiler()} has said why above")
 
     def get_outputs(self) -> list[str]:
-        return [str(Path(self.build_lib) / "sassha_fast" / LIBRARY)]
+        return [str(Path(self.build_lib) / "sassha_fast" / LIBRARY)] if native() else []
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
@@ -218,13 +262,13 @@ class AnyPythonWheel(bdist_wheel):
     """Tags the wheel py3-none-<platform>: native code, but none that knows Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2])
+        return ("py3", "none", super().get_tag()[2] if native() else "any")
 
 
 class NativeDistribution(Distribution):
     def has_ext_modules(self) -> bool:
-        return True
+        return native()
 
 
-if __name__ == "__main__":  # bench/prove_gpu.py reads the flags
+if __name__ == "__main__":  # tools/prove_gpu.py reads the flags
     setup(distclass=NativeDistribution, cmdclass={"build_ext": NinjaBuild, "bdist_wheel": AnyPythonWheel})

@@ -5,11 +5,12 @@ its own clock. What a script needs to draw a report stands in ``extra_info``, so
 
 | key | where | meaning |
 |---|---|---|
-| bench | all | the file's word: norm, perturb, step, hvp, train, scaling, cuda |
+| bench | all | the file's word: norm, perturb, step, compact, hvp, train, scaling, cuda |
 | contender | all | "sassha cpu" (cuda, triton, foreach, reference), "eager loop", "sam", "adahessian", "sophia-h", |
 | | | "shampoo", "adamw fused" (foreach, for-loop), "roofline", "copy", "get_total_norm", "bernoulli" |
 | | train | these, "gradient", "sassha exact" (finite difference), "sassha quarter" (of the batch, for ascent and |
 | | | products), "g-sassha exact", "m-sassha exact" (finite difference), "suggest" |
+| | compact | how parameters and state are stored: "float32", "bfloat16, 24-bit weights, 8-bit state", ... |
 | | hvp | these, "exact", "finite difference", "central difference" |
 | threads, device | all | torch's number of threads, and "cpu" or "cuda" |
 | model | not on axes | "gpt", "resnet20", "small" |
@@ -21,9 +22,10 @@ its own clock. What a script needs to draw a report stands in ``extra_info``, so
 | gigabytes_per_second | passes alone | these bytes over the time |
 | share_of_roofline | passes alone | time of a loop that moves the same bytes over ours: 1 is best |
 | ratio_to_fused_adamw | optimizers, "ordinary" | our time over that of AdamW(fused=True) |
+| ratio_to_float32 | compact | time over that of float32 |
 | speedup_over_eager | where one runs | time of the loop over tensors over ours |
-| ratio_name | with a main ratio | "share_of_roofline", "ratio_to_fused_adamw", "speedup_over_eager" or |
-| | | "speedup_over_one_thread" |
+| ratio_name | with a main ratio | "share_of_roofline", "ratio_to_fused_adamw", "ratio_to_float32", |
+| | | "speedup_over_eager" or "speedup_over_one_thread" |
 | ratio, ratio_low, ratio_high | with a main ratio | its median and quartiles over rounds |
 | ratio_to_step | refresh_step | its time over that of the ordinary step's kernel |
 | gc, gc_low, gc_high | train | cost of a step in gradient computations, refreshed every ten steps, and quartiles |
@@ -35,7 +37,8 @@ its own clock. What a script needs to draw a report stands in ``extra_info``, so
 | axis | scaling | what varies in the series of this contender and its calls: "parameters", "tensors", "threads" |
 | fit_intercept_us, fit_slope_ns, fit_r2 | scaling | t = intercept + slope·n of the series, the same at all points |
 | us_per_tensor | step, scaling | microseconds over the number of tensors |
-| target | where there is one | of gc in train, ratio_to_fused_adamw in step, us_per_tensor on the axis of tensors |
+| target | where there is one | of gc in train, ratio_to_fused_adamw in step, ratio_to_float32 in compact, |
+| | | us_per_tensor on the axis of tensors |
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def _gradients(shapes: tuple[tuple[int, ...], ...], seed: int) -> list[Tensor]:
     return tensors(list(shapes), seed)
 
 
-def _parameters(shapes: Shapes) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(t) for t in tensors(shapes, 0)]
+def _parameters(shapes: Shapes, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(t.to(dtype)) for t in tensors(shapes, 0)]
 
 
 def _set_grads(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
@@ -57,13 +57,20 @@ def one_call(shapes: Shapes, make: Callable[..., Optimizer], *, refresh: bool = 
     return stopwatch(opt.step)
 
 
-def three_calls(shapes: Shapes, make: Callable[..., Optimizer], *, refresh: bool = True, **options: object) -> Timed:
+def three_calls(
+    shapes: Shapes,
+    make: Callable[..., Optimizer],
+    *,
+    refresh: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **options: object,
+) -> Timed:
     """The work of perturb_weights, unperturb and step.
 
     Setting gradients is the backward passes' work and giving their memory back is zero_grad's: neither is timed, for
     no contender.
     """
-    params = _parameters(shapes)
+    params = _parameters(shapes, dtype)
     opt = make(params, lr=LR, rho=0.0 if refresh else RHO, **options)
     if refresh:
         _refresh(opt, params)
@@ -73,7 +80,7 @@ def three_calls(shapes: Shapes, make: Callable[..., Optimizer], *, refresh: bool
 
     def copied(grads: list[Tensor]) -> list[Tensor]:
         """Sets copies as gradients; the aliases returned keep their memory until they are dropped."""
-        _set_grads(params, [g.clone() for g in grads])
+        _set_grads(params, [g.to(dtype, copy=True) for g in grads])
         return [p.grad.detach() for p in params]
 
     def descend() -> None:

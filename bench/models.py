@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.networks import GPT, small_resnet
+from examples.lib.networks import GPT, small_resnet
 
 Loss = Callable[..., Tensor]  # of a share of the batch; without one, of all of it
 

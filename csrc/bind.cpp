@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "formats.h"
 #include "library.h"
 #include "rows.h"
 
@@ -57,6 +58,26 @@ int64_t mark_owned(Row* rows, const std::vector<int64_t>& storages) {
   return shared;
 }
 
+// The type of what a column of a row holds.
+int64_t stored_type(const Row& row, int64_t column) {
+  const State state = state_of(row.format);
+  switch (column) {
+    case kExpAvg:
+    case kHessian:
+      if (state == State::k16) return kBFloat16;
+      if (state == State::k8) return column == kExpAvg || (row.format & kFormatSigned) ? kInt8 : kUInt8;
+      return row.dtype == kFloat64 ? kFloat64 : kFloat32;
+    case kExpAvgScale:
+      return kFloat32;
+    case kHessianScale:
+      return kBFloat16;
+    case kCorrection:
+      return correction_of(row.format) == Correction::k8 ? kInt8 : kInt16;
+    default:
+      return row.dtype;
+  }
+}
+
 // Writes the addresses of `tensors` into a column. Returns how many of them do not fit their row in dtype, shape or
 // order of elements (the caller then finds out which and says so), and how many gradients share memory.
 //
@@ -79,9 +100,9 @@ std::tuple<int64_t, int64_t> table_bind(const Tensor& table, int64_t column, Sta
       row.numel = t.numel();
       row.layout = t.layout();
     }
-    const bool state = column == kExpAvg || column == kHessian;
-    const int64_t expected = state && row.dtype != kFloat64 ? static_cast<int64_t>(kFloat32) : row.dtype;
-    if (t.dtype() != expected || t.numel() != row.numel || t.layout() != row.layout) {
+    const bool by_group = column == kExpAvgScale || column == kHessianScale;
+    const int64_t numel = by_group ? (row.numel + kGroup - 1) / kGroup : row.numel;
+    if (t.dtype() != stored_type(row, column) || t.numel() != numel || t.layout() != (by_group ? 0 : row.layout)) {
       ++misfits;
       continue;
     }
@@ -101,15 +122,16 @@ void boxed_table_bind(StableIValue* stack, uint64_t, uint64_t) {
   stack[1] = detail::from(shared);
 }
 
-// The chunks of a table as one int32 tensor (see struct Chunk), and the number of chunks of each dtype.
+// The chunks of a table as one int32 tensor (see struct Chunk), and the number of chunks of each dtype with the format.
 std::tuple<Tensor, Tensor> op_table_chunks(Tensor table) {
   check_tensor("sassha_table_chunks", "table", table, ScalarType::Long, {"rows", kRowWords}, nullptr);
   const Chunks found(data<const Row>(table), table.size(0));
   const int64_t pairs = static_cast<int64_t>(found.chunks.size() + found.spans.size());
   Tensor chunks = new_tensor(table, {pairs, 2}, ScalarType::Int);
   found.write(data<char>(chunks));
-  Tensor counts = new_tensor(table, {kDTypes}, ScalarType::Long);
+  Tensor counts = new_tensor(table, {kCounts}, ScalarType::Long);
   std::memcpy(counts.data_ptr(), found.counts, sizeof(found.counts));
+  data<int64_t>(counts)[kDTypes] = found.format;
   return {chunks, counts};
 }
 

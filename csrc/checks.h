@@ -107,7 +107,10 @@ class TensorView {
     if (type == aoti_torch_dtype_float32()) return kFloat32;
     if (type == aoti_torch_dtype_float64()) return kFloat64;
     if (type == aoti_torch_dtype_bfloat16()) return kBFloat16;
-    return type == aoti_torch_dtype_float16() ? static_cast<int64_t>(kFloat16) : -1;
+    if (type == aoti_torch_dtype_float16()) return kFloat16;
+    if (type == aoti_torch_dtype_int8()) return kInt8;
+    if (type == aoti_torch_dtype_uint8()) return kUInt8;
+    return type == aoti_torch_dtype_int16() ? static_cast<int64_t>(kInt16) : -1;
   }
 
   int64_t numel() const {

@@ -11,7 +11,8 @@
 namespace sassha {
 
 enum DType : int64_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
-constexpr int64_t kDTypes = 4;
+constexpr int64_t kDTypes = 4;                                  // of parameters
+enum CodeType : int64_t { kInt8 = 4, kUInt8 = 5, kInt16 = 6 };  // of what is stored in fewer bits
 
 // What `bind` found out about a gradient, as bits of Row::flags.
 enum Flag : int64_t {
@@ -21,16 +22,20 @@ enum Flag : int64_t {
 };
 
 struct Row {
-  int64_t param;    // x, or x + eps while perturbed
-  int64_t grad;     // gradient of the pass at hand
-  int64_t backup;   // x while param holds x + eps, and for good where x is kept in state
-  int64_t exp_avg;  // m
-  int64_t hessian;  // D
-  int64_t product;  // Hz on a refresh, 0 otherwise
-  int64_t first;    // gradient of the first pass, by which the descent is decomposed
+  int64_t param;          // x, or x + eps while perturbed
+  int64_t grad;           // gradient of the pass at hand
+  int64_t backup;         // x while param holds x + eps, and for good where x is kept in state
+  int64_t exp_avg;        // m
+  int64_t hessian;        // D
+  int64_t product;        // Hz on a refresh, 0 otherwise
+  int64_t first;          // gradient of the first pass, by which the descent is decomposed
+  int64_t correction;     // what a bfloat16 or float16 x lacks: int8 or int16 beside every element, see format
+  int64_t exp_avg_scale;  // of every group of 8-bit codes of m, float32
+  int64_t hessian_scale;  // of every group of 8-bit codes of D, bfloat16
   int64_t numel;
   int64_t layout;  // 0 in logical order, else a hash of sizes and strides
   int64_t dtype;   // DType of param, grad, backup and product; m and D are float32, or float64 beside float64
+  int64_t format;  // 0, or how m, D and x are stored in fewer bits (formats.h); the same in all rows of a table
   int64_t index;   // position among all parameters: the Philox stream
   int64_t group;   // row of the ascent scales
   int64_t cohort;  // row of the step scalars: parameters of one group with one step count
@@ -39,7 +44,19 @@ struct Row {
 constexpr int64_t kRowWords = sizeof(Row) / sizeof(int64_t);
 
 // The addresses of a row by number.
-enum Column : int64_t { kParam, kGrad, kBackup, kExpAvg, kHessian, kProduct, kFirst, kAddresses };
+enum Column : int64_t {
+  kParam,
+  kGrad,
+  kBackup,
+  kExpAvg,
+  kHessian,
+  kProduct,
+  kFirst,
+  kCorrection,
+  kExpAvgScale,
+  kHessianScale,
+  kAddresses
+};
 static_assert(offsetof(Row, numel) == kAddresses * sizeof(int64_t), "a row begins with its addresses");
 
 // What the passes have done to a table, in host memory whatever the device. An operator writes it last, after its
@@ -61,7 +78,8 @@ struct Span {
   int32_t first;  // chunk of a row
   int32_t count;
 };
-constexpr int64_t kChunk = 8192;  // a multiple of kSignsPerCall, so that no Philox block is split
+constexpr int64_t kCounts = kDTypes + 1;  // what the host knows of a table's chunks: their number by dtype, the format
+constexpr int64_t kChunk = 8192;          // a multiple of kSignsPerCall, so that no Philox block is split
 
 // Everything the update needs beside the tensors, computed once per cohort in double and rounded once to the
 // compute type.

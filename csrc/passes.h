@@ -22,6 +22,14 @@ struct StepArgs {
   bool refresh;               // rows with a product refresh D
   bool in_state;              // x is kept in state: it is updated in the backup, and squares of m are added up
   bool adaptive;              // of |x| m, then
+  const int64_t* state_draw;  // of the rounding noise of m and D in fewer bits; null rounds them to nearest
+};
+
+// With what D is rounded that gets a mean.
+struct FillArgs {
+  const Unseen* sums;  // per row
+  uint64_t seed;
+  const int64_t* state_draw;  // as in StepArgs
 };
 
 // Sums of squares: one for each group.

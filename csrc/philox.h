@@ -19,8 +19,14 @@ namespace sassha {
 constexpr int64_t kSignsPerCall = 128;  // one bit per element
 constexpr int64_t kNoisePerCall = 8;    // sixteen bits per element
 
-// Keeps signs, the rounding of an ascent and the rounding of an update on different keys.
-enum Domain : uint32_t { kSigns = 0, kAscentNoise = 0x53525244u, kUpdateNoise = 0x55504454u };
+// Keeps signs, the rounding of an ascent, of an update, of m and of D on different keys.
+enum Domain : uint32_t {
+  kSigns = 0,
+  kAscentNoise = 0x53525244u,
+  kUpdateNoise = 0x55504454u,
+  kMomentumNoise = 0x4D4E4F49u,
+  kCurvatureNoise = 0x434E4F49u,
+};
 
 struct Bits128 {
   uint32_t word[4];

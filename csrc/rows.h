@@ -28,8 +28,14 @@ struct Chunks {
   std::vector<Chunk> chunks;
   std::vector<Span> spans;
   int64_t counts[kDTypes] = {};  // chunks of each dtype
+  int64_t format = 0;            // of all rows
 
   Chunks(const Row* rows, int64_t size) : spans(static_cast<size_t>(size)) {
+    for (int64_t r = 0; r < size; ++r) {
+      STD_TORCH_CHECK(rows[r].format == rows[0].format, "sassha_fast: row ", r, " of table has format ", rows[r].format,
+                      ", expected ", rows[0].format, " like row 0; make a table for each format");
+      format = rows[0].format;
+    }
     for (int64_t dtype = 0; dtype < kDTypes; ++dtype) {
       for (int64_t r = 0; r < size; ++r) {
         if (rows[r].dtype != dtype) continue;

@@ -11,6 +11,7 @@
 
 #include <optional>
 
+#include "formats.h"
 #include "math.h"
 #include "passes.h"
 #include "rows.h"
@@ -55,8 +56,12 @@ struct Call {
       const Row& row = data<const Row>(table)[i];
       STD_TORCH_CHECK(row.numel >= 0 && row.dtype >= 0 && row.dtype < kDTypes, op, ": row ", i, " of table has numel ",
                       row.numel, " and dtype ", row.dtype, ", expected those of a parameter; bind it first");
+      const int64_t format = data<const Row>(table)[0].format;
+      STD_TORCH_CHECK(row.format == format && takes_format(row.dtype, format), op, ": row ", i, " of table has dtype ",
+                      row.dtype, " and format ", row.format,
+                      ", expected one that this dtype has and all rows share; make a table for each format");
       for (const int64_t column : columns) {
-        STD_TORCH_CHECK(row.numel == 0 || address_in(row, column) != 0, op, ": row ", i,
+        STD_TORCH_CHECK(row.numel == 0 || address_in(row, column) != 0 || !has_column(format, column), op, ": row ", i,
                         " of table has no address in column ", column, ", expected that of ", row.numel, " elements");
       }
       if (place == nullptr) continue;
@@ -77,15 +82,16 @@ inline void define_table_ops(torch::stable::detail::StableLibrary& m) {
   m.def(
       "table_step(Tensor table, Tensor scalars, int seed, int draw, Tensor? noise_draw, int sample, bool zero_is_seen, "
       "bool adaptive, Tensor(a!)? tallies, Tensor(b!)? squares, Tensor(c!) journal, float? power=None, Tensor? "
-      "chunks=None, "
-      "int[] counts=[]) -> ()");
+      "state_draw=None, Tensor? chunks=None, int[] counts=[]) -> ()");
   m.def(
       "table_momentum_ascent(Tensor table, Tensor scales, bool adaptive, int seed, Tensor draw, Tensor? chunks=None, "
       "int[] counts=[]) -> ()");
   m.def("table_gap_sums(Tensor table, Tensor(a!) sums, Tensor? chunks=None, int[] counts=[]) -> ()");
   m.def("table_decompose(Tensor table, Tensor scales, Tensor? chunks=None, int[] counts=[]) -> ()");
   m.def("table_unseen_sums(Tensor table, Tensor tallies, Tensor(a!) sums, Tensor? chunks=None, int[] counts=[]) -> ()");
-  m.def("table_fill_unseen(Tensor table, Tensor sums, Tensor? chunks=None, int[] counts=[]) -> ()");
+  m.def(
+      "table_fill_unseen(Tensor table, Tensor sums, int seed=0, Tensor? state_draw=None, Tensor? chunks=None, "
+      "int[] counts=[]) -> ()");
 }
 
 template <typename Device>
@@ -96,8 +102,8 @@ struct TableOps {
   static void square_sums(Tensor table, Tensor sums, int64_t column, bool adaptive, Optional chunks, Ints counts) {
     const Call call("sassha_table_square_sums", table);
     const GroupSums out = call.sums("sums", sums);
-    STD_TORCH_CHECK(column >= 0 && column < kAddresses && column != kExpAvg && column != kHessian, call.op,
-                    ": column is ", column, ", expected one that holds addresses of tensors like the parameters");
+    STD_TORCH_CHECK(column >= 0 && column <= kFirst && column != kExpAvg && column != kHessian, call.op, ": column is ",
+                    column, ", expected one that holds addresses of tensors like the parameters");
     call.check_rows({column, adaptive ? kParam : column}, &Row::group, "sums", out.n_groups);
     Device::square_sums(Rows(call.op, table, chunks, counts), column, adaptive, out);
   }
@@ -107,7 +113,7 @@ struct TableOps {
     const Call call("sassha_table_perturb", table);
     const AscentArgs args = ascent_args(call, scales, adaptive, seed, draw);
     Journal& written = call.journal(journal);
-    call.check_rows({kParam, kGrad, kBackup}, &Row::group, "scales", scales.size(0));
+    call.check_rows({kParam, kGrad, kBackup, kCorrection}, &Row::group, "scales", scales.size(0));
     Device::perturb(Rows(call.op, table, chunks, counts), args);
     written.x_in_backup = 1;
   }
@@ -123,7 +129,7 @@ struct TableOps {
   // x is in the backups, which may be the parameters themselves; else the update restores as it goes.
   static void step(Tensor table, Tensor scalars, int64_t seed, int64_t draw, Optional noise_draw, int64_t sample,
                    bool zero_is_seen, bool adaptive, Optional tallies, Optional squares, Tensor journal,
-                   std::optional<double> power, Optional chunks, Ints counts) {
+                   std::optional<double> power, Optional state_draw, Optional chunks, Ints counts) {
     const Call call("sassha_table_step", table);
     call.check("scalars", scalars, ScalarType::Double, {"cohorts", kStepScalarWords});
     STD_TORCH_CHECK(sample >= kMagnitude && sample <= kSquare, call.op, ": sample is ", sample,
@@ -137,12 +143,14 @@ struct TableOps {
                         zero_is_seen,
                         /*refresh=*/tallies.has_value(),
                         /*in_state=*/squares.has_value(),
-                        adaptive};
+                        adaptive,
+                        state_draw ? call.draw("state_draw", *state_draw) : nullptr};
     const StepSums sums{tallies ? data<Tally>(*tallies) : nullptr,
                         squares ? call.sums("squares", *squares) : GroupSums{nullptr, 0}};
     Journal& written = call.journal(journal);
-    call.check_rows({squares ? kBackup : kParam, kBackup, kGrad, kExpAvg, kHessian}, &Row::cohort, "scalars",
-                    scalars.size(0));
+    call.check_rows(
+        {squares ? kBackup : kParam, kBackup, kGrad, kExpAvg, kHessian, kCorrection, kExpAvgScale, kHessianScale},
+        &Row::cohort, "scalars", scalars.size(0));
     if (squares) call.check_rows({}, &Row::group, "squares", sums.squares.n_groups);
     Device::step(Rows(call.op, table, chunks, counts), args, sums, power);
     ++written.updates;
@@ -154,7 +162,7 @@ struct TableOps {
                               Ints counts) {
     const Call call("sassha_table_momentum_ascent", table);
     const AscentArgs args = ascent_args(call, scales, adaptive, seed, draw);
-    call.check_rows({kParam, kBackup, kExpAvg}, &Row::group, "scales", scales.size(0));
+    call.check_rows({kParam, kBackup, kExpAvg, kCorrection, kExpAvgScale}, &Row::group, "scales", scales.size(0));
     Device::momentum_ascent(Rows(call.op, table, chunks, counts), args);
   }
 
@@ -177,14 +185,14 @@ struct TableOps {
     const Call call("sassha_table_unseen_sums", table);
     call.check("tallies", tallies, ScalarType::Double, {table.size(0), kTallyWords});
     call.check("sums", sums, ScalarType::Double, {table.size(0), kUnseenWords});
-    call.check_rows({kGrad, kHessian});
+    call.check_rows({kGrad, kHessian, kHessianScale});
     Device::unseen_sums(Rows(call.op, table, chunks, counts), data<const Tally>(tallies), data<Unseen>(sums));
   }
 
-  static void fill_unseen(Tensor table, Tensor sums, Optional chunks, Ints counts) {
+  static void fill_unseen(Tensor table, Tensor sums, int64_t seed, Optional state_draw, Optional chunks, Ints counts) {
     const Call call("sassha_table_fill_unseen", table);
     call.check("sums", sums, ScalarType::Double, {table.size(0), kUnseenWords});
-    call.check_rows({kGrad, kHessian});
+    call.check_rows({kGrad, kHessian, kHessianScale});
     if (table.is_cpu()) {
       for (int64_t i = 0; i < table.size(0); ++i) {
         const Row& row = data<const Row>(table)[i];
@@ -193,7 +201,9 @@ struct TableOps {
                         ", but sums has elements of it");
       }
     }
-    Device::fill_unseen(Rows(call.op, table, chunks, counts), data<const Unseen>(sums));
+    const FillArgs args{data<const Unseen>(sums), static_cast<uint64_t>(seed),
+                        state_draw ? call.draw("state_draw", *state_draw) : nullptr};
+    Device::fill_unseen(Rows(call.op, table, chunks, counts), args);
   }
 
   static void register_in(torch::stable::detail::StableLibrary& m) {

@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from examples.gpt2_rule import BATCH, OPTIMIZERS, arguments, build_model, sequences
-from examples.launch import stop
+from examples.lib.gpt2_rule import BATCH, OPTIMIZERS, arguments, build_model, sequences
+from examples.lib.launch import stop
 from sassha_fast import MSASSHA
 
 

@@ -1,12 +1,13 @@
-"""Eight optimizers side by side on CIFAR-10 and on tiny Shakespeare: accuracy, sharpness, seconds per step.
+"""Six optimizers side by side to the end of training, on CIFAR-10 and on tiny Shakespeare.
 
     python -m examples.compare cifar10 --data cifar-10-python.tar.gz
     python -m examples.compare shakespeare --data tinyshakespeare.txt
 
-Every optimizer is trained at every learning rate of one grid from the first seed; the rate with the best validation
-accuracy is trained from the other seeds too, and reported on examples that had no part in the choice. The rest comes
-from the presets. Every run is a folder below ``build/compare`` and is not repeated; started again, the comparison goes
-on where it stopped. It writes the table and the plot of docs/cifar10.md or docs/shakespeare.md.
+Every optimizer is trained at three learning rates and then, at the best of them, with another radius ρ if it has one,
+all from one seed. What is best on validation data is trained from three other seeds, and reported on test data that had
+no part in the choice. Tasks are those of ``examples/lib/tasks.py``. Every finished run is a line of
+``docs/results/<task>.jsonl`` and is not repeated; started again, the comparison goes on where it stopped. It writes
+tables and plot of docs/<task>.md.
 """
 
 from __future__ import annotations
@@ -14,250 +15,223 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 from tqdm import tqdm
 
-from examples import gpt, image, text
-from examples.curves import draw_comparison
-from examples.engine import Batch, Run
-from examples.networks import LANGUAGE, PICTURES
-from examples.optimizers import TITLES
-from sassha_fast.sharpness import Sharpness
+from examples.lib import tasks
+from examples.lib.curves import draw_comparison
+from examples.lib.optimizers import TITLES
+from examples.lib.trials import Cell, Task, run
 
 ROOT = Path(__file__).resolve().parents[1]
-SEEDS = (0, 1)
-GRID = (0.003, 0.01, 0.05, 0.2)
-CYCLE = 10  # steps from one refresh to the next: a round of timing has one
-ROUNDS = 3
-Cell = tuple[str, float, int]  # optimizer, learning rate, seed
-
-
-@dataclass(frozen=True)
-class Task:
-    """A comparison.
-
-    Attributes:
-        title: Of the plot.
-        parse: Arguments of its example.
-        prepare: A run from them.
-        held_out: Batches that choose nothing, and training batches to measure sharpness on.
-        options: Given to all runs.
-        methods: Names of optimizers, and options of their own.
-    """
-
-    title: str
-    parse: Callable[[list[str]], argparse.Namespace]
-    prepare: Callable[[argparse.Namespace], Run]
-    held_out: Callable[[argparse.Namespace], tuple[Iterable[Batch], list[Batch]]]
-    options: str
-    methods: dict[str, str]
-
-
-def pictures_apart(args: argparse.Namespace) -> tuple[Iterable[Batch], list[Batch]]:
-    """Test pictures beyond those that choose the rate, and training pictures as they are."""
-    whole = image.parse_args(
-        ["--data", str(args.data), "--cache", str(args.cache), "--train-size", str(args.train_size)]
-    )
-    train, test, _ = image.load(whole, PICTURES["resnet20"][0])
-    rest = image.subset(test, len(test.labels))  # in the order in which the first ones were taken
-    indices = list(torch.arange(args.validation_size, len(rest.labels)).split(250))
-    few = [torch.arange(64)]
-    return image.pictures.batches(rest, indices, 32, None, 0, 0), list(
-        image.pictures.batches(train, few, 32, None, 0, 0)
-    )
-
-
-def plays_apart(args: argparse.Namespace) -> tuple[Iterable[Batch], list[Batch]]:
-    """The text behind the sequences that choose the rate, and the beginning of the training text."""
-    read = text.load(args.data, None, args.tokens, args.vocabulary)
-    length = LANGUAGE["char-gpt"][3]
-    rest = text.Text(read.train, read.validation[args.validation_size * length :], read.vocabulary)
-    return text.batches(rest, length, 16, 0, 0).validation(), list(text.batches(read, length, 16, 0, 0).train(0, 0))[:1]
-
-
-TASKS = {
-    "cifar10": Task(
-        "CIFAR-10: 8,000 training pictures, ResNet-20, 4 epochs",
-        image.parse_args,
-        image.prepare,
-        pictures_apart,
-        "--preset cifar10-resnet20 --train-size 8000 --validation-size 2000 --batch 128 --epochs 4 --schedule cosine "
-        "--weight-decay 5e-4 --rho 0.05 --amp",
-        {
-            "sgd": "",
-            "adamw": "",
-            "sam": "",
-            "adahessian": "",
-            "sophia-h": "--lazy-hessian 10",
-            "sassha": "",
-            "m-sassha": "",
-            "g-sassha": "",
-        },
-    ),
-    "shakespeare": Task(
-        "Tiny Shakespeare: 125,000 characters, GPT of 3 layers of width 64, 4 epochs",
-        gpt.parse_args,
-        gpt.prepare,
-        plays_apart,
-        "--preset char-gpt --train-size 125000 --validation-size 400 --batch 16 --epochs 4",
-        {
-            "sgd": "",
-            "adamw": "",
-            "sam-adamw": "",
-            "adahessian": "",
-            "sophia-h": "--lazy-hessian 10",
-            "sassha": "",
-            "m-sassha": "",
-            "g-sassha": "",
-        },
-    ),
-}
+GRID_SEED = 100
+SEEDS = (0, 1, 2)
+WITHOUT_RADIUS = ("sgd", "adamw")
+Row = dict[str, Any]
 
 # ---- runs --------------------------------------------------------------------------------------------------------
 
 
-def arguments(task: str, data: Path, cell: Cell) -> argparse.Namespace:
-    """What the example's command line would be."""
-    name, lr, seed = cell
-    chosen = TASKS[task]
-    out = ROOT / "build" / "compare" / task / f"{name}-lr{lr:g}-seed{seed}"
-    own = ("--data", str(data), "--optimizer", name, "--lr", str(lr), "--seed", str(seed), "--out", str(out))
-    shared = f"{chosen.options} {chosen.methods[name]} --quiet --save-every 50"
-    return chosen.parse([*own, *shared.split()])
+class Results:
+    """Rows of finished runs, in a file that grows by a line for each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        rows = [json.loads(line) for line in lines]
+        self.rows: dict[Cell, Row] = {Cell(**{f.name: row[f.name] for f in fields(Cell)}): row for row in rows}
+
+    def add(self, cell: Cell, row: Row) -> None:
+        row = self.rows[cell] = rounded(row)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def fill(self, task: Task, data: Path, cells: list[Cell], jobs: int, title: str, *, measure: bool) -> None:
+        """Runs those cells that are missing, ``jobs`` at once, each on a thread of its own, in their order."""
+        missing = [cell for cell in cells if cell not in self.rows]
+        with ProcessPoolExecutor(jobs) as pool:
+            futures = {pool.submit(run, task, cell, data, measure=measure): cell for cell in missing}
+            for future in tqdm(as_completed(futures), desc=title, total=len(missing), disable=not missing):
+                self.add(futures[future], future.result())
 
 
-def trained(task: str, data: Path, cell: Cell) -> list[dict[str, float]]:
-    """Trains one cell, or what is left of it."""
-    torch.set_num_threads(1)
-    run = TASKS[task].prepare(arguments(task, data, cell))
-    run.resume()
-    return run.train()
+def rounded(value: Any) -> Any:
+    """Numbers to six digits, in whatever they are held by."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def measured(task: str, data: Path, cell: Cell) -> dict[str, float]:
-    """A trained network on examples that chose nothing, and its sharpness on training examples."""
-    torch.set_num_threads(1)
-    args = arguments(task, data, cell)
-    kept = args.out / "measured.json"
-    if not kept.exists():
-        run = TASKS[task].prepare(args)
-        run.resume()
-        unseen, training = TASKS[task].held_out(args)
-        model = run.net.eval()
-        with run.true_weights():
-            loss, accuracy = evaluated(model, unseen)
-            sharpness = Sharpness(model, flat_loss, training)
-            values = {"eigenvalue": sharpness.eigenvalues(tolerance=1e-2)[0], "trace": sharpness.trace(24)}
-        kept.write_text(json.dumps({"loss": loss, "accuracy": accuracy, **values}))
-    result: dict[str, float] = json.loads(kept.read_text())
-    return result
+def rates(task: Task) -> dict[str, list[Cell]]:
+    """The runs that choose learning rates, at the first radius, by method."""
+    return {
+        method: [_search(task, method, lr, 0.0 if method in WITHOUT_RADIUS else task.radii[0]) for lr in given]
+        for method, given in task.rates.items()
+    }
 
 
-def flat_loss(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+def radii(task: Task, results: Results) -> dict[str, list[Cell]]:
+    """The runs that choose radii at the best learning rate, for those methods whose rates have all been tried."""
+    complete = {m: cells for m, cells in rates(task).items() if all(cell in results.rows for cell in cells)}
+    best = {m: max(cells, key=lambda cell: score(task, results.rows[cell])) for m, cells in complete.items()}
+    return {
+        method: [cell] if method in WITHOUT_RADIUS else [_search(task, method, cell.lr, rho) for rho in task.radii]
+        for method, cell in best.items()
+    }
 
 
-@torch.no_grad()
-def evaluated(model: nn.Module, batches: Iterable[Batch]) -> tuple[float, float]:
-    """Mean loss and accuracy in percent."""
-    loss = right = count = 0.0
-    for x, y in batches:
-        logits = model(x)
-        loss += flat_loss(logits, y).item() * y.numel()
-        right += (logits.argmax(-1) == y).sum().item()
-        count += y.numel()
-    return loss / count, 100 * right / count
+def _search(task: Task, method: str, lr: float, rho: float) -> Cell:
+    return Cell(task.name, 0.0, method, lr, rho, GRID_SEED, task.grid_epochs)
 
 
-def run_all(
-    work: Callable[..., Any], task: str, data: Path, cells: list[Cell], jobs: int, title: str
-) -> dict[Cell, Any]:
-    """All cells, ``jobs`` at once, each on a thread of its own."""
-    with ProcessPoolExecutor(jobs) as pool:
-        futures = {pool.submit(work, task, data, cell): cell for cell in cells}
-        return {futures[f]: f.result() for f in tqdm(as_completed(futures), desc=title, total=len(cells))}
+def score(task: Task, row: Row) -> float:
+    """Higher is better."""
+    if row["best"] is None:
+        return float("-inf")
+    return float(-row["best"]["loss"] if task.stops_early else row["best"]["accuracy"])
 
 
-def seconds_per_step(task: str, data: Path, best: dict[str, float]) -> dict[str, float]:
-    """Of every optimizer: rounds of ten steps in turn, in one process, medians over rounds."""
-    kept = ROOT / "build" / "compare" / task / "seconds.json"
-    if not kept.exists():
-        runs = {}
-        for name, lr in best.items():
-            args = arguments(task, data, (name, lr, SEEDS[0]))
-            args.out = args.out.with_name("timing")
-            runs[name] = TASKS[task].prepare(args)
-        taken: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in tqdm(range(ROUNDS), desc="seconds per step"):
-            for name, run in runs.items():
-                batches: Iterator[Batch] = run.data.train(0, 0)
-                begun = time.perf_counter()
-                for _, (x, y) in zip(range(CYCLE), batches, strict=False):
-                    run._step(x, y)
-                taken[name].append((time.perf_counter() - begun) / CYCLE)
-        kept.write_text(json.dumps({name: statistics.median(times) for name, times in taken.items()}))
-    result: dict[str, float] = json.loads(kept.read_text())
-    return result
+def chosen(task: Task, results: Results) -> dict[str, Cell]:
+    """The best cell of every method that has been searched to the end; of equal ones the first."""
+    complete = {m: cells for m, cells in radii(task, results).items() if all(cell in results.rows for cell in cells)}
+    return {m: max(cells, key=lambda cell: score(task, results.rows[cell])) for m, cells in complete.items()}
 
 
-# ---- table -------------------------------------------------------------------------------------------------------
+def comparison(task: Task, best: dict[str, Cell], noise: float) -> dict[str, list[Cell]]:
+    """The runs that are reported, by method."""
+    return {
+        method: [Cell(task.name, noise, method, cell.lr, cell.rho, seed, task.epochs) for seed in SEEDS]
+        for method, cell in best.items()
+    }
+
+
+def by_seed(cells: dict[str, list[Cell]]) -> list[Cell]:
+    """All methods from the first seed, then from the next: a comparison that is stopped has some of each."""
+    return [cell for same in zip(*cells.values(), strict=True) for cell in same]
+
+
+# ---- page --------------------------------------------------------------------------------------------------------
+
+
+def title_of(method: str) -> str:
+    name = method.removesuffix("-quarter")
+    return TITLES[name] + (" from quarters" if name != method else "")
 
 
 def spread(values: list[float], digits: int) -> str:
-    """The mean, and half the range of two values."""
-    return f"{statistics.fmean(values):.{digits}f} ± {(max(values) - min(values)) / 2:.{digits}f}"
+    """Mean and standard deviation over seeds."""
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{deviation}"
 
 
-def table(task: str, best: dict[str, float], found: dict[Cell, dict[str, float]], seconds: dict[str, float]) -> str:
-    lines = [
-        "| optimizer | lr | accuracy, % | loss | seconds per step | against SGD | λmax | trace |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, lr in best.items():
-        runs = [found[name, lr, seed] for seed in SEEDS]
-        columns = [spread([r[key] for r in runs], digits) for key, digits in (("accuracy", 2), ("loss", 3))]
-        columns += [f"{seconds[name]:.3f}", f"{seconds[name] / seconds['sgd']:.2f} ×"]
-        columns += [spread([r[key] for r in runs], 1) for key in ("eigenvalue", "trace")]
-        lines.append(f"| {TITLES[name]} | {lr:g} | {' | '.join(columns)} |")
-    return "\n".join(lines) + "\n"
+COLUMNS = {
+    "test accuracy, %": ("test_accuracy", 2),
+    "test loss": ("test_loss", 3),
+    "training accuracy, %": ("train_accuracy", 2),
+    "λmax": ("eigenvalue", 1),
+    "trace": ("trace", 0),
+}
 
 
-def write(task: str, text_: str) -> None:
-    """Puts the table into its place in the page."""
-    page = ROOT / "docs" / f"{task}.md"
-    begin, end = "<!-- table: begin -->\n", "<!-- table: end -->"
+def table(task: Task, results: Results, noise: float) -> list[str]:
+    """Lines of the table of one share of wrong labels, from what has been run."""
+    lines, missing = [], []
+    for method, cells in comparison(task, chosen(task, results), noise).items():
+        rows = [results.rows[cell] for cell in cells if cell in results.rows]
+        if rows:
+            radius = f"{cells[0].rho:g}" if cells[0].rho else ""
+            lines.append(f"| {' | '.join([title_of(method), f'{cells[0].lr:g}', radius, *measures(rows)])} |")
+        if len(rows) < len(cells):
+            missing.append(f"{title_of(method)} ({len(cells) - len(rows)})")
+    if not lines:
+        return ["Nothing of this has been run yet; `make compare` runs what is missing."]
+    head = f"| optimizer | lr | ρ | GC a step | GC in all | {' | '.join(COLUMNS)} | seeds |"
+    rest = ["", f"Runs that are missing: {', '.join(missing)}; `make compare` runs them."] if missing else []
+    return [head, "|---" * (len(COLUMNS) + 6) + "|", *lines, *rest]
+
+
+def measures(rows: list[Row]) -> list[str]:
+    """The columns of one method's runs; those that diverged are counted as lost."""
+    done = [row for row in rows if row["best"] is not None]
+    lost = f"{len(rows) - len(done)} lost" if len(done) < len(rows) else ""
+    if not done:
+        return [""] * (len(COLUMNS) + 2) + [lost]
+    cost = statistics.fmean(row["best"]["gradients"] / row["best"]["step"] for row in done)
+    whole = statistics.fmean(row["best"]["gradients"] for row in done)
+    values = [spread([row[key] for row in done], digits) for key, digits in COLUMNS.values()]
+    return [f"{cost:.2f}", f"{whole:.0f}", *values, ", ".join(filter(None, [str(len(done)), lost]))]
+
+
+def grid_table(task: Task, results: Results) -> Iterator[str]:
+    """What the choice was made from."""
+    kind = "loss" if task.stops_early else "accuracy"
+    best = chosen(task, results)
+    yield f"| optimizer | lr, ρ: validation {kind} |"
+    yield "|---|---|"
+    second = radii(task, results)
+    for method, cells in rates(task).items():
+        found = []
+        for cell in dict.fromkeys([*cells, *second.get(method, [])]):
+            if row := results.rows.get(cell):
+                place = f"{cell.lr:g}" + (f", {cell.rho:g}" if cell.rho else "")
+                value = f"{row['best'][kind]:.4g}" if row["best"] else "lost"
+                found.append(f"**{place}: {value}**" if best.get(method) == cell else f"{place}: {value}")
+        if found:
+            yield f"| {title_of(method)} | {'; '.join(found)} |"
+
+
+def write(page: Path, name: str, lines: list[str]) -> None:
+    """Puts lines into their place in a page."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     head, rest = page.read_text().split(begin)
-    page.write_text(head + begin + text_ + end + rest.split(end)[1])
+    page.write_text(head + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1])
+
+
+def report(task: Task, results: Results) -> None:
+    """Tables and plot of the page, from what has been run."""
+    page = ROOT / "docs" / f"{task.name}.md"
+    for noise in task.noises:
+        lines = table(task, results, noise)
+        print("\n".join([f"{noise:.0%} wrong labels", *lines, ""]))
+        write(page, f"table {noise:.0%}", lines)
+    write(page, "grid", list(grid_table(task, results)))
+    curves = {}
+    for method, cells in comparison(task, chosen(task, results), 0.0).items():
+        found = [results.rows[cell]["curve"] for cell in cells if cell in results.rows]
+        if whole := [curve for curve in found if len(curve) == task.epochs // task.every]:
+            curves[title_of(method)] = whole
+    draw_comparison(curves, page.with_suffix(".png"), task.title)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.compare", description=__doc__.splitlines()[0])
-    parser.add_argument("task", choices=list(TASKS))
+    parser.add_argument("task", choices=list(tasks.TASKS))
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2, help="runs at once; default: %(default)s")
+    parser.add_argument("--noise", type=float, help="compare with this share of wrong labels alone")
+    parser.add_argument("--seed", type=int, choices=SEEDS, help="compare from this seed alone")
+    parser.add_argument("--method", help="compare this optimizer alone, such as sassha-quarter")
+    parser.add_argument("--report", action="store_true", help="run nothing, write the page from what is there")
     args = parser.parse_args()
-    task, methods = args.task, TASKS[args.task].methods
-    grid = [(name, lr, SEEDS[0]) for name, lr in product(methods, GRID)]
-    rows = run_all(trained, task, args.data, grid, args.jobs, "learning rates")
-    best = {name: max(GRID, key=lambda lr: (rows[name, lr, SEEDS[0]][-1]["accuracy"], -lr)) for name in methods}
-    final = [(name, best[name], seed) for name, seed in product(methods, SEEDS)]
-    rows |= run_all(trained, task, args.data, final, args.jobs, "other seeds")
-    found = run_all(measured, task, args.data, final, args.jobs, "sharpness")
-    made = table(task, best, found, seconds_per_step(task, args.data, best))
-    print(made)
-    write(task, made)
-    curves = {TITLES[name]: [rows[name, best[name], seed] for seed in SEEDS] for name in methods}
-    draw_comparison(curves, ROOT / "docs" / f"{task}.png", TASKS[task].title)
+    task = tasks.TASKS[args.task]
+    results = Results(ROOT / "docs" / "results" / f"{task.name}.jsonl")
+    if not args.report:
+        for search in (rates, lambda task: radii(task, results)):
+            cells = [cell for same in search(task).values() for cell in same]
+            results.fill(task, args.data, cells, args.jobs, "search", measure=False)
+        for noise in task.noises if args.noise is None else (args.noise,):
+            cells = by_seed(comparison(task, chosen(task, results), noise))
+            cells = [c for c in cells if args.seed in (None, c.seed) and args.method in (None, c.method)]
+            results.fill(task, args.data, cells, args.jobs, f"{noise:.0%} wrong labels", measure=True)
+    report(task, Results(results.path))  # other processes may have added to it
 
 
 if __name__ == "__main__":

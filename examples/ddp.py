@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.digits import build_model, evaluate, load_splits
-from examples.launch import arguments, resume, save, say, start, stop
+from examples.lib.launch import arguments, resume, save, say, start, stop
 from sassha_fast import SASSHA
 
 BATCH = 64  # of all processes together

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from examples.noise import with_noise
-from examples.story import Story, tell
+from examples.lib.noise import with_noise
+from examples.lib.story import Story, tell
 from sassha_fast import SASSHA, backends
 from sassha_fast.sharpness import Curve, Sharpness
 
@@ -35,7 +35,7 @@ try:
     from sklearn.model_selection import train_test_split
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"examples.digits: {error}; pip install 'sassha_fast[examples]'")
+    sys.exit(f"examples.digits: {error}; pip install scikit-learn tqdm matplotlib")
 
 # The warning is about a reference cycle of parameters and gradients; SASSHA detaches the gradients itself.
 warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True", UserWarning)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from examples.launch import arguments, resume, save, say, start, stop
+from examples.lib.launch import arguments, resume, save, say, start, stop
 from sassha_fast import SASSHA
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 64, 4, 2

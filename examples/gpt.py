@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from examples import presets, text
-from examples.command import assemble, chosen, execute, parser
-from examples.engine import Run
-from examples.launch import stop
-from examples.networks import LANGUAGE, language_model
+from examples.lib import presets, text
+from examples.lib.command import assemble, chosen, execute, parser
+from examples.lib.engine import Run
+from examples.lib.launch import stop
+from examples.lib.networks import LANGUAGE, language_model
 
 
 def parse_args(given: list[str] | None = None) -> argparse.Namespace:

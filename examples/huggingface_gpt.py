@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers import TrainingArguments
 
-from examples.gpt2_rule import BATCH, OPTIMIZERS, arguments, build_model, sequences
-from examples.launch import stop
+from examples.lib.gpt2_rule import BATCH, OPTIMIZERS, arguments, build_model, sequences
+from examples.lib.launch import stop
 from sassha_fast.integrations.huggingface import SasshaTrainer
 
 

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples import pictures, presets
-from examples.command import assemble, chosen, execute, parser
-from examples.engine import Batch, Data, Run
-from examples.launch import stop
-from examples.networks import PICTURES
-from examples.noise import with_noise
-from examples.pictures import Decoded, Listed, Split
+from examples.lib import pictures, presets
+from examples.lib.command import assemble, chosen, execute, parser
+from examples.lib.engine import Batch, Data, Run
+from examples.lib.launch import stop
+from examples.lib.networks import PICTURES
+from examples.lib.noise import with_noise
+from examples.lib.pictures import Decoded, Listed, Split
 
 
 def subset(split: Split, size: int, seed: int = 0) -> Split:

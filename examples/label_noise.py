@@ -43,7 +43,7 @@ from .digits import (
     sharpness,
     spread,
 )
-from .noise import with_noise
+from .lib.noise import with_noise
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT, DOCUMENT = ROOT / "build" / "label_noise.jsonl", ROOT / "docs" / "methods.md"

@@ -2,6 +2,7 @@
 
 from . import backends, schedules
 from ._version import __version__
+from .casting import cast_model
 from .msassha import MSASSHA
 from .preflight import ModelReport, check_model
 from .relatives import GSASSHA, AdaHessian, SophiaH
@@ -22,6 +23,7 @@ __all__ = [
     "Suggestion",
     "__version__",
     "backends",
+    "cast_model",
     "check_model",
     "schedules",
     "suggest",

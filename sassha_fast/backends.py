@@ -67,7 +67,30 @@ def _cuda_why_not(device_type: str) -> str | None:
         return f"{library.LIBRARY.name} was built without CUDA; build it again with SASSHA_CUDA=1 and nvcc"
     if torch.version.hip is not None:
         return "its kernels are built for CUDA, and this torch is for ROCm"
-    return None if torch.cuda.is_available() else "torch finds no CUDA device"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    return _cuda_fit_why_not(library.cuda_versions(), torch.cuda.get_device_capability())
+
+
+def _shown_cuda(version: int) -> str:
+    """13020 as "CUDA 13.2"."""
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _cuda_fit_why_not(versions: library.CudaVersions, capability: tuple[int, int]) -> str | None:
+    """Why kernels that were built elsewhere do not run with this torch, driver and GPU."""
+    built, name = _shown_cuda(versions.built), library.LIBRARY.name
+    for what, version in (("torch has", versions.runtime), ("the driver knows", versions.driver)):
+        if version and versions.built // 1000 > version // 1000:
+            return (
+                f"{name} was built with {built}, but {what} {_shown_cuda(version)}; use a wheel or an nvcc of that one"
+            )
+    if 10 * capability[0] + capability[1] < versions.least:
+        return (
+            f"{name} has code for GPUs from sm_{versions.least} on, and this one is sm_{capability[0]}{capability[1]}; "
+            f"build it again with SASSHA_CUDA_ARCHS={capability[0]}{capability[1]}"
+        )
+    return None
 
 
 def _load_triton() -> type[Passes]:

@@ -136,7 +136,7 @@ def check_count(name: str, value: Any, least: int = 1, *, caller: str) -> int:
     return number
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...], *, caller: str) -> None:
+def check_choice(name: str, value: Any, choices: tuple[Any, ...], *, caller: str) -> None:
     """Raises ValueError unless ``value`` is one of ``choices``."""
     if not is_one_of(value, choices):
         raise ValueError(f"{caller}: {name} is {shown(value)}, expected one of {list(choices)}")

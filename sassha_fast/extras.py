@@ -9,11 +9,11 @@ __all__ = ["extra"]
 
 
 def extra(module: str, user: str) -> Any:
-    """Imports a module of the extra ``sharpness``, or says who needs it and how to get it."""
+    """Imports a module that only measuring and drawing need, or says who needs it and how to get it."""
     try:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise ImportError(
-            f"{user} needs {package}, which can't be imported ({error}); pip install 'sassha_fast[sharpness]'"
+            f"{user} needs {package}, which can't be imported ({error}); pip install {package}"
         ) from error

@@ -243,7 +243,7 @@ class MSASSHA(FusedOptimizer):
             self.take_products()
             return
         self._momentum.recover(self.parts)
-        changed = self._momentum.changed()
+        changed = self._momentum.changed(self.parts)
         if changed is not None:
             self._momentum.refuse_changed(self._parts, changed)
 
@@ -292,6 +292,14 @@ class MSASSHA(FusedOptimizer):
             self._momentum.show_x(self.parts)
         else:
             self._momentum.derive(self.parts)
+            self._momentum.remember(self.parts)
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Builds again what a copy left out, and notices from now on if anybody else changes the parameters."""
+        super().__setstate__(state)
+        if not self.evaluating:
+            self._momentum.remember(self.parts)
 
 
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:

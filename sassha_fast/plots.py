@@ -2,7 +2,7 @@
 
 Every function draws into the axes that it is given, or into a new figure, and returns the figure:
 ``plot_curve(curve).savefig("curve.png")``. To see a window, pass axes of ``matplotlib.pyplot``. Needs matplotlib
-(``pip install 'sassha_fast[sharpness]'``), which is imported by the first call.
+(``pip install matplotlib``), which is imported by the first call.
 """
 
 from __future__ import annotations

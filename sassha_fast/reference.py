@@ -171,16 +171,23 @@ def _column(values: Sequence[float | Tensor] | Tensor, device: torch.device) -> 
 
 
 def ascend(
-    param: Tensor, grad: Tensor, scale: Tensor, *, adaptive: bool = False, noise: Tensor | None = None
+    param: Tensor,
+    grad: Tensor,
+    scale: Tensor,
+    *,
+    adaptive: bool = False,
+    noise: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """x + ε with ε = ρ g/‖g‖, or ε = ρ x²⊙g/‖|x|⊙g‖ (ASAM). ``scale`` is ρ over the norm.
 
     M-SASSHA has the momentum of the last step in place of g, and −ρ in place of ρ.
 
     Reduced-precision parameters are rounded stochastically with ``noise``: rounding to nearest would lose most of ε.
+    ``weight`` is x where it is known in more bits than ``param`` has.
     """
     dtype = compute_dtype(param.dtype)
-    x, g, scale = param.to(dtype), grad.to(dtype), scale.to(dtype)
+    x, g, scale = (param if weight is None else weight).to(dtype), grad.to(dtype), scale.to(dtype)
     eps = scale * g
     if adaptive:
         eps = eps * (x * x)

@@ -65,6 +65,12 @@ class SASSHA(FusedOptimizer):
         skip_nonfinite: Skip a step whose gradient at x + ε is not finite: weights and state stay as they were.
         stochastic_rounding: Round updates of bfloat16 and float16 parameters at random, so that small ones are not
             lost. The same on all backends.
+        state_bits: Bits of m and D: 32, 16 (bfloat16) or 8, with a scale for every 32 elements. They are rounded at
+            random, by the number of the step, so that averages do not stand still.
+        master_weight_bits: Bits of the weights of bfloat16 and float16 parameters: None for those that they have, 24 or
+            32 for a correction of 8 or 16 bits beside each, which the optimizer keeps.
+        full_precision_below: Parameters with fewer elements, and those of one dimension, are kept in float32 whatever
+            the two arguments above say. They are few, and the most sensitive.
         capturable: Keep step counts and bias corrections on the device and read ``Tensor`` learning rates and radii
             there, so that ordinary steps never wait for the device and can be captured in a CUDA graph. Whether a step
             refreshes is still decided on the host; see :meth:`replayed`.
@@ -117,6 +123,9 @@ class SASSHA(FusedOptimizer):
         unseen: str = "keep",
         skip_nonfinite: bool = False,
         stochastic_rounding: bool = False,
+        state_bits: int = 32,
+        master_weight_bits: int | None = None,
+        full_precision_below: int = 4096,
         capturable: bool = False,
         reduce_grads: bool | None = None,
         perturb_sync: bool = False,

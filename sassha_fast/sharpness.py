@@ -2,7 +2,7 @@
 
 Measures of the paper's section on sharpness, for any model, loss and data: λmax and trace of the Hessian of the mean
 loss, δL_grad and δL_avg, the spectral density, and the loss along lines and planes. :mod:`sassha_fast.plots` draws
-them. Needs scipy (``pip install 'sassha_fast[sharpness]'``).
+them. Needs scipy (``pip install scipy``).
 """
 
 from __future__ import annotations

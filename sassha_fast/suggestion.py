@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from ._core.closure import Checked, Closure
+from ._core.compact import curvature
 from ._core.contexts import RandomState
-from ._core.keys import BIAS2, HESSIAN
+from ._core.keys import BIAS2
 from ._core.optimizer import FusedOptimizer
 from .checks import check_count, check_number, check_positive, shown
 from .msassha import MSASSHA
@@ -40,7 +41,9 @@ ADAPTIVE = 10.0  # how much larger they are where ε is scaled by the weights
 TOLERANCE = 0.25  # by which the rise of the loss may miss its first-order prediction
 MOST_RISE = 0.05  # of the loss that training begins with
 MOST_BATCHES = 4  # on which it is measured
-LAZY = 4  # steps between refreshes on trial: a curvature of many samples is told from few steps
+LAZY = 4  # steps between refreshes beside AdamW: a curvature of many samples is told from few steps
+INTERVAL = 10  # steps between refreshes of SASSHA, if nobody chooses others
+MOST_LEAP = 0.5  # of the loss that training begins with, above the largest of AdamW's
 HALVINGS = 4  # of a learning rate at which the loss rises on trial
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW
 
@@ -171,7 +174,7 @@ def suggest(
         print(sassha_fast.suggest(model, [closure(x, y) for x, y in batches], adamw_lr=3e-4))
 
     - The learning rate is that at which both move the weights as far, in the root mean square over the steps. Where
-      the loss rises with it on trial, it is halved.
+      the loss rises with it on trial, or leaps on its way, it is halved.
     - ρ is the largest of 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5 that, after AdamW's steps, raises the loss by what ρ‖g‖
       predicts to within a quarter, and by no more than a twentieth of the loss at the start. Beyond it the gradient
       does not know the way up.
@@ -202,8 +205,10 @@ def suggest(
             "objective and without maximize"
         )
     kept = [*opt.get_params(), *model.buffers()]
+    interval = target.lazy_hessian if isinstance(target, FusedOptimizer) else INTERVAL
     with _true_weights(target), _unchanged(model, kept) as start:
-        return _Trial(name, model, make, batches, start, steps, told).suggestion(adamw_lr, adamw_weight_decay)
+        trial = _Trial(name, model, make, batches, start, steps, interval, told)
+        return trial.suggestion(adamw_lr, adamw_weight_decay)
 
 
 # ---- what is asked for ------------------------------------------------------------------------------------------
@@ -273,6 +278,9 @@ def _like(opt: FusedOptimizer, lr: float, rho: float, decay: float) -> FusedOpti
     found.__setstate__(
         {"defaults": dict(opt.defaults), "state": defaultdict(dict), "param_groups": groups, "options": chosen}
     )
+    if type(opt) is kind:  # what a class of the user's keeps beside what ours has
+        known = {*vars(found), *dir(kind)}
+        vars(found).update((name, value) for name, value in vars(opt).items() if name not in known)
     return found
 
 
@@ -303,15 +311,28 @@ def _unchanged(model: nn.Module, kept: list[Tensor]) -> Iterator[list[tuple[Tens
     every = [*kept, *(p for p in model.parameters() if id(p) not in known)]
     grads = [tensor.grad for tensor in every]
     random = RandomState(tensor.device for tensor in kept)
-    try:
-        for tensor in every:
-            tensor.grad = None
-        yield copies
-    finally:
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+
+    def put_back() -> None:
+        for module, before in buffers:  # a forward pass may have put others in their place
+            module._buffers.update(before)
         _write(copies)
         for tensor, grad in zip(every, grads, strict=True):
             tensor.grad = grad
         random.restore()
+
+    try:
+        for tensor in every:
+            tensor.grad = None
+        yield copies
+        put_back()
+    except BaseException:
+        try:
+            put_back()
+        except BaseException:  # another interrupt, which does not keep the rest from coming back
+            put_back()
+            raise
+        raise
 
 
 @torch.no_grad()
@@ -358,10 +379,11 @@ class _Trial:
         batches: list[Closure],
         start: list[tuple[Tensor, Tensor]],
         steps: int,
+        interval: int,
         told: bool,
     ) -> None:
         self.name, self.model, self.make, self.batches = name, model, make, batches
-        self.start, self.steps, self.told = start, steps, told
+        self.start, self.steps, self.interval, self.told = start, steps, interval, told
         self.params = list(make(1.0, 0.0, 0.0).get_params())
 
     def suggestion(self, adamw_lr: float, adamw_decay: float) -> Suggestion:
@@ -372,8 +394,9 @@ class _Trial:
         rises = self.rises(opt.adaptive, first) if climbs else []
         rho = max((rise.rho for rise in rises if rise.is_modest(first)), default=rises[0].rho) if climbs else None
         lr = adamw_lr * adamw / own
+        most = max(losses) + MOST_LEAP * abs(first)
         for halvings in range(HALVINGS + 1):
-            found = self.with_it(lr, rho or 0.0, adamw_decay * adamw_lr / lr)
+            found = self.with_it(lr, rho or 0.0, adamw_decay * adamw_lr / lr, most)
             if found <= first + MOST_RISE * abs(first) or halvings == HALVINGS:
                 break
             lr /= 2
@@ -445,16 +468,23 @@ class _Trial:
                 break
         return found
 
-    def with_it(self, lr: float, rho: float, decay: float) -> float:
-        """The loss that as many steps come to with the suggestion; infinite if they lead nowhere."""
+    def with_it(self, lr: float, rho: float, decay: float, most: float) -> float:
+        """The loss that as many steps come to with the suggestion; infinite if it was above ``most`` on the way.
+
+        A network may die in a leap, with a loss that is that of guessing again soon after. Curvatures are as old here
+        as they are in training: what leaps with old ones may not with new ones.
+        """
         _write(self.start)
         opt = self.make(lr, rho, decay)
+        opt.lazy_hessian = self.interval
         losses = []
         for number, closure in enumerate(islice(cycle(self.batches), self.steps)):
             self.say(f"{type(opt).__name__}, step {number + 1} of {self.steps}")
             try:
                 losses.append(self.stepped(opt, closure, ""))
             except FloatingPointError:
+                return math.inf
+            if losses[-1] > most:
                 return math.inf
         return _last_quarter(losses)
 
@@ -488,8 +518,9 @@ def _denominators(opt: FusedOptimizer) -> tuple[Tensor, float]:
         for p in group["params"]:
             entry = opt.state.get(p)
             if entry and entry[BIAS2]:
-                curvature = entry[HESSIAN][~is_unknown(entry[HESSIAN])] / entry[BIAS2]
-                found.append(curvature.abs().pow(group["hessian_power"]).flatten().cpu())
+                d = curvature(entry)
+                known = d[~is_unknown(d)] / entry[BIAS2]
+                found.append(known.abs().pow(group["hessian_power"]).flatten().cpu())
     return torch.cat(found), float(opt.param_groups[0]["eps"])
 
 

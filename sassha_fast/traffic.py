@@ -1,6 +1,7 @@
 """What every pass reads and writes: the table that its kernels keep to, and the bytes that follow from it.
 
-Tests run each pass with nothing but its own columns bound, and read the same numbers from the GPUs' machine code.
+Tests run each pass with nothing but its own columns bound, and read the same numbers from the GPUs' machine code. A
+parameter whose state and weight are stored in fewer bits (:class:`~sassha_fast.formats.Format`) takes fewer bytes.
 """
 
 from __future__ import annotations
@@ -9,30 +10,33 @@ from typing import NamedTuple
 
 import torch
 
-from .reference import compute_dtype
+from .formats import FULL, GROUP, Format
 
-__all__ = ["METHODS", "PASSES", "Traffic", "bytes_per_parameter"]
+__all__ = ["METHODS", "PASSES", "Traffic", "bytes_per_parameter", "columns_of", "scale_bytes_per_parameter"]
 
 
 class Traffic(NamedTuple):
-    """Columns of the table (``Row`` in ``csrc/params.h``) whose tensors a pass reads and writes once each."""
+    """Columns of the table (``Row`` in ``csrc/params.h``) whose tensors a pass reads and writes once each.
+
+    ``correction`` is there for parameters that have one.
+    """
 
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
 
 
+_STEP = ("backup", "grad", "exp_avg", "hessian")
+
 PASSES = {
     "norm": Traffic(("grad",)),
-    "perturb": Traffic(("param", "grad"), ("param", "backup")),
+    "perturb": Traffic(("param", "grad", "correction"), ("param", "backup")),
     "restore": Traffic(("backup",), ("param",)),
     "probe": Traffic(("param",), ("param",)),
-    "step": Traffic(("backup", "grad", "exp_avg", "hessian"), ("param", "exp_avg")),
-    "refresh_step": Traffic(("backup", "grad", "exp_avg", "hessian", "product"), ("param", "exp_avg", "hessian")),
-    "step_in_state": Traffic(("backup", "grad", "exp_avg", "hessian"), ("backup", "exp_avg")),
-    "refresh_step_in_state": Traffic(
-        ("backup", "grad", "exp_avg", "hessian", "product"), ("backup", "exp_avg", "hessian")
-    ),
-    "momentum_ascent": Traffic(("backup", "exp_avg"), ("param",)),
+    "step": Traffic((*_STEP, "correction"), ("param", "exp_avg", "correction")),
+    "refresh_step": Traffic((*_STEP, "product", "correction"), ("param", "exp_avg", "hessian", "correction")),
+    "step_in_state": Traffic((*_STEP, "correction"), ("backup", "exp_avg", "correction")),
+    "refresh_step_in_state": Traffic((*_STEP, "product", "correction"), ("backup", "exp_avg", "hessian", "correction")),
+    "momentum_ascent": Traffic(("backup", "exp_avg", "correction"), ("param",)),
     "gap_sums": Traffic(("grad", "first")),
     "decompose": Traffic(("grad", "first"), ("grad",)),
     # After a refresh, of tensors alone of which it did not see every element.
@@ -51,11 +55,34 @@ METHODS = {
     "AdaHessian, Sophia-H": (("step",), ("refresh_step",)),
 }
 
-_STATE = ("exp_avg", "hessian")
+_SCALES = {"exp_avg": ("exp_avg_scale", 4), "hessian": ("hessian_scale", 2)}  # beside 8-bit codes, and their bytes
 
 
-def bytes_per_parameter(name: str, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes that a pass moves for each element of a parameter of this dtype."""
+def columns_of(name: str, stored: Format = FULL) -> Traffic:
+    """The columns that a pass reads and writes of a parameter that is stored so, the scales of groups among them."""
+
+    def found(columns: tuple[str, ...]) -> tuple[str, ...]:
+        kept = [column for column in columns if column != "correction" or stored.correction_bits]
+        return (*kept, *(_SCALES[column][0] for column in kept if column in _SCALES and stored.state_bits == 8))
+
     traffic = PASSES[name]
-    state = compute_dtype(dtype).itemsize
-    return sum(state if column in _STATE else dtype.itemsize for column in (*traffic.reads, *traffic.writes))
+    return Traffic(found(traffic.reads), found(traffic.writes))
+
+
+def bytes_per_parameter(name: str, dtype: torch.dtype = torch.float32, stored: Format = FULL) -> int:
+    """Bytes that a pass moves for each element of a parameter of this dtype.
+
+    The scales of groups are not among them, see :func:`scale_bytes_per_parameter`.
+    """
+    exp_avg, hessian = stored.dtypes(dtype)
+    sizes = {"exp_avg": exp_avg.itemsize, "hessian": hessian.itemsize, "correction": stored.correction_bits // 8}
+    traffic = PASSES[name]
+    return sum(sizes.get(column, dtype.itemsize) for column in (*traffic.reads, *traffic.writes))
+
+
+def scale_bytes_per_parameter(name: str, stored: Format) -> float:
+    """Bytes that the scales of groups add to that: 4 for m and 2 for D, read or written once for every group."""
+    if stored.state_bits != 8:
+        return 0.0
+    traffic = PASSES[name]
+    return sum(_SCALES[column][1] for column in (*traffic.reads, *traffic.writes) if column in _SCALES) / GROUP

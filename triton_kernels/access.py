@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .._passes import layout
+from .formats import correction_of, state_of
 
 LANES = tl.constexpr(128)  # philox.SIGNS_PER_CALL
 # Enough for a program that every thread has whole words of 128 bits in every dtype (see `threads_of`), and that
@@ -25,6 +26,8 @@ MAP_WORDS = tl.constexpr(3)
 ROW_WORDS = tl.constexpr(layout.ROW_WORDS)
 PARAM, GRAD, BACKUP = tl.constexpr(layout.PARAM), tl.constexpr(layout.GRAD), tl.constexpr(layout.BACKUP)
 EXP_AVG, HESSIAN = tl.constexpr(layout.EXP_AVG), tl.constexpr(layout.HESSIAN)
+CORRECTION = tl.constexpr(layout.CORRECTION)
+EXP_AVG_SCALE, HESSIAN_SCALE = tl.constexpr(layout.EXP_AVG_SCALE), tl.constexpr(layout.HESSIAN_SCALE)
 PRODUCT, FIRST, NUMEL = tl.constexpr(layout.PRODUCT), tl.constexpr(layout.FIRST), tl.constexpr(layout.NUMEL)
 INDEX, GROUP, COHORT = tl.constexpr(layout.INDEX), tl.constexpr(layout.GROUP), tl.constexpr(layout.COHORT)
 FLAGS = tl.constexpr(layout.FLAGS)
@@ -32,18 +35,21 @@ SIGNED_PRODUCT = tl.constexpr(layout.SIGNED_PRODUCT)
 PROBE_GRADIENT = tl.constexpr(layout.PROBE_GRADIENT)
 
 
-def threads_of(dtype):
-    """Threads of a program on parameters of a dtype.
+def threads_of(dtype, stored=0):
+    """Threads of a program on parameters of a dtype, stored as ``Row::format`` says.
 
     A thread gets two words of 128 bits of each float32 or float64 stream and one of a reduced one: a step then has
-    eight loads in flight. With twice as many of float64, refreshes on gfx942 run out of scalar registers.
+    eight loads in flight. With twice as many of float64, refreshes on gfx942 run out of scalar registers. Where there
+    are streams of 8 bits, a word of one is sixteen elements, so half as many threads take a chunk.
     """
-    return 512 if dtype == tl.float64 else 256
+    if dtype == tl.float64:
+        return 512
+    return 128 if state_of(stored) == 8 or correction_of(stored) == 8 else 256
 
 
-def launch_options(dtype, warp_size):
+def launch_options(dtype, warp_size, stored=0):
     """How kernels on parameters of a dtype are launched: without contraction, see ``math``."""
-    return {"num_warps": threads_of(dtype) // warp_size, "enable_fp_fusion": False}
+    return {"num_warps": threads_of(dtype, stored) // warp_size, "enable_fp_fusion": False}
 
 
 @triton.jit

@@ -72,6 +72,12 @@ def is_finite(v):
 
 
 @triton.jit
+def absolute_bits(v):
+    """The bits of |v| in float32, which order as magnitudes do; what is not finite comes last."""
+    return v.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def root(v):
     """√v, correctly rounded."""
     if v.dtype == tl.float64:

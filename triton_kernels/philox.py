@@ -9,10 +9,12 @@ import triton.language as tl
 SIGNS_PER_CALL = tl.constexpr(128)  # one bit per element
 NOISE_PER_CALL = tl.constexpr(8)  # sixteen bits per element
 
-# Keep signs, the rounding of an ascent and the rounding of an update on different keys.
+# Keep signs, the rounding of an ascent, of an update, of m and of D on different keys.
 SIGNS = tl.constexpr(0)
 ASCENT_NOISE = tl.constexpr(0x53525244)
 UPDATE_NOISE = tl.constexpr(0x55504454)
+MOMENTUM_NOISE = tl.constexpr(0x4D4E4F49)
+CURVATURE_NOISE = tl.constexpr(0x434E4F49)
 
 
 @triton.jit

@@ -10,10 +10,13 @@ from .access import (
     BACKUP,
     CHUNK_ROWS,
     COHORT,
+    CORRECTION,
     EXP_AVG,
+    EXP_AVG_SCALE,
     FLAGS,
     GRAD,
     HESSIAN,
+    HESSIAN_SCALE,
     INDEX,
     PARAM,
     PROBE_GRADIENT,
@@ -26,6 +29,7 @@ from .access import (
     store,
     takes_words,
 )
+from .formats import corrected, correction_of, state_of
 from .math import (
     STEP_SCALAR_WORDS,
     StepScalars,
@@ -43,6 +47,7 @@ from .math import (
 )
 from .norm import square_sum
 from .philox import UPDATE_NOISE, noise_bits, sign_bits
+from .stored import load_curvature, load_momentum, store_correction, store_curvature, store_momentum, weight
 
 
 @triton.jit
@@ -145,16 +150,18 @@ def step_of(
     AT_RANDOM: tl.constexpr,
     IN_STATE: tl.constexpr,
     ADAPTIVE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    STATE_AT_RANDOM: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """One chunk. All is read before anything is written, as the backup may be the parameter."""
-    param, grad, backup, exp_avg, hessian, product = addresses
+    param, grad, backup, exp_avg, hessian, product, exp_avg_scale, hessian_scale, correction = addresses
     chunks, tallies, squares = results
-    seed, draw, noise_draw = draws
-    x = widen(load(row, backup, begin, T, FULL))
+    seed, draw, noise_draw, state_draw = draws
+    x = weight(row, begin, load(row, backup, begin, T, FULL), correction, T, FORMAT, FULL)
     g = widen(load(row, grad, begin, T, FULL))
-    m = load(row, exp_avg, begin, C, FULL)
-    d = load(row, hessian, begin, C, FULL)
+    m = load_momentum(row, begin, exp_avg, exp_avg_scale, C, FORMAT, FULL)
+    d = load_curvature(row, begin, hessian, hessian_scale, C, FORMAT, FULL)
     bias2 = s.bias2
     if REFRESH:
         tally = tallies + place_of(chunks) * 3
@@ -165,13 +172,21 @@ def step_of(
     if AT_RANDOM:
         noise = noise_bits(seed, tl.load(row + INDEX), noise_draw, begin, CHUNK_ROWS, UPDATE_NOISE)
         moved = round_stochastically(moved, noise, T)
-    written = narrow(moved, T)
+    if correction_of(FORMAT) == 0:
+        written = narrow(moved, T)
+    else:
+        written, rest = corrected(moved, T, correction_of(FORMAT))
     if IN_STATE:  # before the stores, which need registers for addresses
         tl.store(squares + place_of(chunks), momentum_squares(row, begin, m, widen(written), ADAPTIVE, FULL))
     store(row, param, begin, written, T, FULL)
-    store(row, again(row, exp_avg, EXP_AVG, FULL), begin, m, C, FULL)
+    if correction_of(FORMAT) != 0:
+        store_correction(row, begin, again(row, correction, CORRECTION, FULL), rest, FORMAT, FULL)
+    rounding = (seed, state_draw)
+    exp_avg = again(row, exp_avg, EXP_AVG, FULL)
+    store_momentum(row, begin, exp_avg, exp_avg_scale, m, rounding, C, FORMAT, STATE_AT_RANDOM, FULL)
     if REFRESH:
-        store(row, again(row, hessian, HESSIAN, FULL), begin, d, C, FULL)
+        hessian = again(row, hessian, HESSIAN, FULL)
+        store_curvature(row, begin, hessian, hessian_scale, d, rounding, C, FORMAT, STATE_AT_RANDOM, FULL)
 
 
 @triton.jit(do_not_specialize=["seed", "draw"])
@@ -182,6 +197,7 @@ def step(
     tallies,
     squares,
     noise_draw,
+    state_draw,
     seed: tl.int64,
     draw: tl.int64,
     T: tl.constexpr,
@@ -192,10 +208,13 @@ def step(
     AT_RANDOM: tl.constexpr,
     IN_STATE: tl.constexpr,
     ADAPTIVE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    STATE_AT_RANDOM: tl.constexpr,
 ):
     """The update of x in the backups, which may be the parameters; with products where REFRESH.
 
-    Where IN_STATE, x stays in the backups, and each chunk leaves its squares of m; ADAPTIVE weighs them by |x|.
+    Where IN_STATE, x stays in the backups, and each chunk leaves its squares of m; ADAPTIVE weighs them by |x|. What is
+    computed is the same in every FORMAT: m and D of this step go on unrounded, and are encoded when they are written.
     """
     C: tl.constexpr = tl.float64 if T == tl.float64 else tl.float32
     TARGET: tl.constexpr = BACKUP if IN_STATE else PARAM
@@ -203,18 +222,27 @@ def step(
     s = rounded(scalars, tl.load(row + COHORT), C)
     param, grad, backup = tl.load(row + TARGET), tl.load(row + GRAD), tl.load(row + BACKUP)
     exp_avg, hessian, product = tl.load(row + EXP_AVG), tl.load(row + HESSIAN), tl.load(row + PRODUCT)
-    addresses = (param, grad, backup, exp_avg, hessian, product)
+    exp_avg_scale, hessian_scale, correction = exp_avg, hessian, backup
     seed, draw = seed.to(tl.int64), draw.to(tl.int64)
-    number, used = seed, param | grad | backup | exp_avg | hessian
+    number, state_number, used = seed, seed, param | grad | backup | exp_avg | hessian
+    if state_of(FORMAT) == 8:  # whose scales no word of 128 bits takes, so they lie anywhere
+        exp_avg_scale, hessian_scale = tl.load(row + EXP_AVG_SCALE), tl.load(row + HESSIAN_SCALE)
+    if correction_of(FORMAT) != 0:
+        correction = tl.load(row + CORRECTION)
+        used |= correction
     if AT_RANDOM:
         number = tl.load(noise_draw)
+    if STATE_AT_RANDOM:
+        state_number = tl.load(state_draw)
     if REFRESH:
         used |= product
-    results, draws = (chunks, tallies, squares), (seed, draw, number)
+    addresses = (param, grad, backup, exp_avg, hessian, product, exp_avg_scale, hessian_scale, correction)
+    results, draws = (chunks, tallies, squares), (seed, draw, number, state_number)
     if s.skip != 0:  # gradients overflowed: the tally stays 0
         # So rare that the short words of the last chunk do.
         if IN_STATE:
-            m, x = load(row, exp_avg, begin, C, False), widen(load(row, backup, begin, T, False))
+            m = load_momentum(row, begin, exp_avg, exp_avg_scale, C, FORMAT, False)
+            x = widen(load(row, backup, begin, T, False))
             tl.store(squares + place_of(chunks), momentum_squares(row, begin, m, x, ADAPTIVE, False))
         elif param != backup:
             store(row, param, begin, load(row, backup, begin, T, False), T, False)
@@ -235,6 +263,8 @@ def step(
             AT_RANDOM,
             IN_STATE,
             ADAPTIVE,
+            FORMAT,
+            STATE_AT_RANDOM,
             True,
         )
     else:
@@ -254,5 +284,7 @@ def step(
             AT_RANDOM,
             IN_STATE,
             ADAPTIVE,
+            FORMAT,
+            STATE_AT_RANDOM,
             False,
         )

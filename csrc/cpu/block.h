@@ -96,6 +96,76 @@ SASSHA_HD void for_each_block(int64_t size, const F& f) {
   if (tail > 0) f(size - tail, tail);
 }
 
+// ---- noise ---------------------------------------------------------------------------------------------------
+
+// Several calls of Philox side by side: the low half of every 64-bit lane holds a word of one call, the high half is
+// of no account.
+#if defined(__AVX512F__)
+constexpr int64_t kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int64_t kVectorBytes = 32;
+#else
+constexpr int64_t kVectorBytes = 16;
+#endif
+typedef uint64_t Words __attribute__((vector_size(kVectorBytes)));
+
+// The products of the low halves.
+SASSHA_HD Words times(Words a, uint32_t b) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Words>(  // the mask alone keeps GCC from warning of its own header
+      _mm512_maskz_mul_epu32(0xFF, reinterpret_cast<__m512i>(a), _mm512_set1_epi64(static_cast<int64_t>(b))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Words>(
+      _mm256_mul_epu32(reinterpret_cast<__m256i>(a), _mm256_set1_epi64x(static_cast<int64_t>(b))));
+#elif defined(__x86_64__)
+  return reinterpret_cast<Words>(_mm_mul_epu32(reinterpret_cast<__m128i>(a), _mm_set1_epi64x(static_cast<int64_t>(b))));
+#else
+  return (a & 0xFFFFFFFFu) * b;
+#endif
+}
+
+// Sixteen random bits for every element of the block that begins at `element`: noise_bits of all its calls at once.
+static inline __attribute__((noinline)) void noise_block(const Stream& s, int64_t element, Domain domain,
+                                                         uint16_t* noise) {
+  constexpr int64_t kCalls = kBlock / kNoisePerCall, kPerVector = kVectorBytes / 8;
+  constexpr int64_t kSideBySide = 2;  // multiplications of one fill the time that those of the other take
+  uint64_t words[2 * kCalls];
+  for (int64_t call = 0; call < kCalls; call += kSideBySide * kPerVector) {
+    Words c0[kSideBySide], c1[kSideBySide], c2[kSideBySide], c3[kSideBySide];
+    for (int64_t v = 0; v < kSideBySide; ++v) {
+      uint64_t number[kPerVector];
+      for (int64_t i = 0; i < kPerVector; ++i) {
+        number[i] = static_cast<uint64_t>(element) / kNoisePerCall + static_cast<uint64_t>(call + v * kPerVector + i);
+      }
+      memcpy(&c0[v], number, sizeof(number));
+      c1[v] = c0[v] >> 32;
+      c2[v] = Words{} + s.index;
+      c3[v] = Words{} + s.draw;
+    }
+    uint32_t key0 = static_cast<uint32_t>(s.seed), key1 = static_cast<uint32_t>(s.seed >> 32) ^ domain;
+    for (int round = 0; round < 10; ++round) {
+#pragma GCC unroll 2
+      for (int64_t v = 0; v < kSideBySide; ++v) {
+        const Words even = times(c0[v], 0xD2511F53u), odd = times(c2[v], 0xCD9E8D57u);
+        c0[v] = (odd >> 32) ^ c1[v] ^ key0;
+        c2[v] = (even >> 32) ^ c3[v] ^ key1;
+        c1[v] = odd;
+        c3[v] = even;
+      }
+      key0 += 0x9E3779B9u;
+      key1 += 0xBB67AE85u;
+    }
+    for (int64_t v = 0; v < kSideBySide; ++v) {
+      const Words low = (c0[v] & 0xFFFFFFFFu) | (c1[v] << 32), high = (c2[v] & 0xFFFFFFFFu) | (c3[v] << 32);
+      for (int64_t i = 0; i < kPerVector; ++i) {
+        words[2 * (call + v * kPerVector + i)] = low[i];
+        words[2 * (call + v * kPerVector + i) + 1] = high[i];
+      }
+    }
+  }
+  memcpy(noise, words, sizeof(words));  // the low half of a word is that of the even element
+}
+
 // ---- signs and sums ------------------------------------------------------------------------------------------
 
 // out = v * z for the n elements of one block of signs.
@@ -112,15 +182,13 @@ SASSHA_HD void apply_signs(const C* v, C* out, N n, const Bits128& bits) {
 }
 
 // Rounds the values to the grid of a reduced type at random, so that their expectation is kept.
-template <typename T>
-SASSHA_HD void round_stochastically(float* values, int64_t n, const Stream& stream, int64_t element, Domain domain) {
-  for (int64_t i = 0; i < n; i += kNoisePerCall) {
-    const Bits128 noise = noise_bits(stream, (element + i) / kNoisePerCall, domain);
-    for (int64_t j = i; j < i + kNoisePerCall && j < n; ++j) {
-      const uint32_t bits = (noise.word[(j - i) / 2] >> (16 * (j % 2))) & 0xFFFFu;
-      values[j] =
-          std::is_same_v<T, BFloat16> ? stochastic_bfloat16(values[j], bits) : stochastic_float16(values[j], bits);
-    }
+template <typename T, typename N>
+SASSHA_HD void round_stochastically(float* values, N n, const Stream& stream, int64_t element, Domain domain) {
+  uint16_t noise[kBlock];
+  noise_block(stream, element, domain, noise);
+  for (int64_t i = 0; i < n; ++i) {
+    values[i] = std::is_same_v<T, BFloat16> ? stochastic_bfloat16(values[i], noise[i])
+                                            : stochastic_float16(values[i], noise[i]);
   }
 }
 

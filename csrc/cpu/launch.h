@@ -16,19 +16,25 @@ struct Stepped {
 template <typename Result, typename... Args>
 using Kernel = Result(const Row& row, int64_t begin, int64_t size, Args...);
 
-// Every kernel: its name, its result and what it takes beside the row.
-#define SASSHA_KERNELS(K)                     \
-  K(square_sum, double, int64_t, bool)        \
-  K(perturb, void, const AscentArgs&)         \
-  K(restore, void, bool)                      \
-  K(momentum_ascent, void, const AscentArgs&) \
-  K(gap_sums, GapSums)                        \
-  K(decompose, void, const GapScales*)        \
-  K(unseen_sums, Unseen)                      \
-  K(fill_unseen, void, float)                 \
-  K(rademacher, void, uint64_t, uint32_t)     \
-  K(probe, void, uint64_t, uint32_t, double)  \
-  K(step, Stepped, const StepArgs&, bool)
+// Every kernel: its name, its result and what it takes beside the row. Those of compact.cpp are for rows that are
+// stored in fewer bits than they are computed in; the others never look at the format.
+#define SASSHA_KERNELS(K)                              \
+  K(square_sum, double, int64_t, bool)                 \
+  K(perturb, void, const AscentArgs&)                  \
+  K(compact_perturb, void, const AscentArgs&)          \
+  K(restore, void, bool)                               \
+  K(momentum_ascent, void, const AscentArgs&)          \
+  K(compact_momentum_ascent, void, const AscentArgs&)  \
+  K(gap_sums, GapSums)                                 \
+  K(decompose, void, const GapScales*)                 \
+  K(unseen_sums, Unseen)                               \
+  K(compact_unseen_sums, Unseen)                       \
+  K(fill_unseen, void, float, const FillArgs&)         \
+  K(compact_fill_unseen, void, float, const FillArgs&) \
+  K(rademacher, void, uint64_t, uint32_t)              \
+  K(probe, void, uint64_t, uint32_t, double)           \
+  K(step, Stepped, const StepArgs&, bool)              \
+  K(compact_step, Stepped, const StepArgs&, bool)
 
 #define SASSHA_POINTER(name, ...) Kernel<__VA_ARGS__>* name;
 #define SASSHA_DECLARATION(name, ...) Kernel<__VA_ARGS__> name;
@@ -59,6 +65,7 @@ SASSHA_DECLARE_KERNELS(avx512)
 #include <algorithm>
 #include <optional>
 
+#include "../formats.h"
 #include "../math.h"
 #include "../rows.h"
 #include "parallel.h"
@@ -92,7 +99,9 @@ struct Cpu {
     for (int64_t i = 0; i < pieces.size(); ++i) sums.totals[rows.data[pieces[i].row].group] += partial[i];
   }
 
-  static void perturb(const Rows& rows, const AscentArgs& args) { for_each_piece(rows, kernels().perturb, args); }
+  static void perturb(const Rows& rows, const AscentArgs& args) {
+    for_each_piece(rows, has_correction(rows) ? kernels().compact_perturb : kernels().perturb, args);
+  }
 
   static void restore(const Rows& rows) {
     const Pieces pieces(rows.data, rows.size);
@@ -109,7 +118,10 @@ struct Cpu {
     const bool keeps = args.refresh || args.in_state;
     std::vector<Stepped> partial(keeps ? static_cast<size_t>(pieces.size()) : 0);
     pieces.for_each([&](int64_t i, const Piece& piece) {
-      const Stepped stepped = kernels().step(rows.data[piece.row], piece.begin, piece.size, args, stream);
+      const Row& row = rows.data[piece.row];
+      const bool compact = row.format != 0 || row.dtype == kBFloat16 || row.dtype == kFloat16;
+      const auto kernel = compact ? kernels().compact_step : kernels().step;
+      const Stepped stepped = kernel(row, piece.begin, piece.size, args, stream);
       if (keeps) partial[i] = stepped;
     });
     if (args.refresh) std::fill(sums.tallies, sums.tallies + rows.size, Tally{});
@@ -125,7 +137,7 @@ struct Cpu {
   }
 
   static void momentum_ascent(const Rows& rows, const AscentArgs& args) {
-    for_each_piece(rows, kernels().momentum_ascent, args);
+    for_each_piece(rows, is_compact(rows) ? kernels().compact_momentum_ascent : kernels().momentum_ascent, args);
   }
 
   static void gap_sums(const Rows& rows, GapSums* total) {
@@ -149,10 +161,11 @@ struct Cpu {
   static void unseen_sums(const Rows& rows, const Tally* tallies, Unseen* sums) {
     const Pieces pieces(rows.data, rows.size);
     std::vector<Unseen> partial(static_cast<size_t>(pieces.size()));
+    const auto kernel = is_compact(rows) ? kernels().compact_unseen_sums : kernels().unseen_sums;
     pieces.for_each([&](int64_t i, const Piece& piece) {
       const Row& row = rows.data[piece.row];
       if (left_some_out(row, tallies[piece.row])) {
-        partial[i] = kernels().unseen_sums(row, piece.begin, piece.size);
+        partial[i] = kernel(row, piece.begin, piece.size);
       }
     });
     std::fill(sums, sums + rows.size, Unseen{});
@@ -164,11 +177,12 @@ struct Cpu {
     }
   }
 
-  static void fill_unseen(const Rows& rows, const Unseen* sums) {
+  static void fill_unseen(const Rows& rows, const FillArgs& args) {
+    const auto kernel = is_compact(rows) ? kernels().compact_fill_unseen : kernels().fill_unseen;
     Pieces(rows.data, rows.size).for_each([&](int64_t, const Piece& piece) {
-      const Unseen& sum = sums[piece.row];
+      const Unseen& sum = args.sums[piece.row];
       if (!has_mean(sum)) return;
-      kernels().fill_unseen(rows.data[piece.row], piece.begin, piece.size, mean_curvature(sum));
+      kernel(rows.data[piece.row], piece.begin, piece.size, mean_curvature(sum), args);
     });
   }
 
@@ -181,6 +195,12 @@ struct Cpu {
   }
 
  private:
+  // All rows of a table have one format.
+  static bool is_compact(const Rows& rows) { return rows.size > 0 && rows.data[0].format != 0; }
+  static bool has_correction(const Rows& rows) {
+    return rows.size > 0 && correction_of(rows.data[0].format) != Correction::kNone;
+  }
+
   template <typename... Params, typename... Args>
   static void for_each_piece(const Rows& rows, Kernel<void, Params...>* kernel, const Args&... args) {
     Pieces(rows.data, rows.size).for_each([&](int64_t, const Piece& piece) {

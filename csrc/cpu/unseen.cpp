@@ -30,7 +30,7 @@ Unseen unseen_sums(const Row& row, int64_t begin, int64_t size) {
   });
 }
 
-void fill_unseen(const Row& row, int64_t begin, int64_t size, float mean) {
+void fill_unseen(const Row& row, int64_t begin, int64_t size, float mean, const FillArgs&) {
   with_dtype(row.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;

@@ -15,6 +15,7 @@ struct DeviceRows {
   int64_t size;
   const Chunk* chunks;
   int64_t counts[kDTypes];  // chunks of each dtype
+  int64_t format;           // of all rows: see formats.h
   Queue queue;
 
   int64_t n_chunks() const { return counts[0] + counts[1] + counts[2] + counts[3]; }
@@ -64,7 +65,7 @@ struct Cuda {
   static void gap_sums(const DeviceRows& rows, GapSums* total);
   static void decompose(const DeviceRows& rows, const GapScales* scales);
   static void unseen_sums(const DeviceRows& rows, const Tally* tallies, Unseen* sums);
-  static void fill_unseen(const DeviceRows& rows, const Unseen* sums);
+  static void fill_unseen(const DeviceRows& rows, const FillArgs& args);
   static void rademacher(const DeviceRows& rows, uint64_t seed, uint32_t draw);
   static void probe(const DeviceRows& rows, double h, uint64_t seed, uint32_t draw);
 };

@@ -16,13 +16,15 @@ namespace sassha::cuda {
 
 struct Cuda::Rows : DeviceRows {
   Rows(const char* op, const Tensor& table, const std::optional<Tensor>& given, const Ints& numbers) : Rows(table) {
-    STD_TORCH_CHECK(given.has_value() && numbers.size() == static_cast<size_t>(kDTypes), op, ": counts has ",
+    STD_TORCH_CHECK(given.has_value() && numbers.size() == static_cast<size_t>(kCounts), op, ": counts has ",
                     numbers.size(), " entries and chunks is ", given.has_value() ? "given" : "None",
-                    "; a table on a device needs its chunks, and their number for each of ", kDTypes, " dtypes");
+                    "; a table on a device needs its chunks, their number for each of ", kDTypes,
+                    " dtypes, and its format");
     for (int64_t dtype = 0; dtype < kDTypes; ++dtype) {
       STD_TORCH_CHECK(numbers[dtype] >= 0, op, ": counts[", dtype, "] is ", numbers[dtype], ", expected 0 or more");
       counts[dtype] = numbers[dtype];
     }
+    format = numbers[kDTypes];
     rows = data<const Row>(table);
     size = table.size(0);
     chunks = data<const Chunk>(*given);
@@ -42,6 +44,7 @@ struct Cuda::Rows : DeviceRows {
     size = static_cast<int64_t>(list.size());
     chunks = reinterpret_cast<const Chunk*>(rows + size);
     std::memcpy(counts, found.counts, sizeof(counts));
+    format = found.format;
   }
 
  private:

@@ -13,9 +13,10 @@ void Cuda::unseen_sums(const DeviceRows& rows, const Tally* tallies, Unseen* sum
          static_cast<const Unseen*>(partials), sums);
 }
 
-void Cuda::fill_unseen(const DeviceRows& rows, const Unseen* sums) {
+void Cuda::fill_unseen(const DeviceRows& rows, const FillArgs& args) {
   rows.for_each_dtype([&](auto tag, const Table& table, int64_t chunks, int64_t) {
-    launch("fill_unseen", fill_unseen_kernel<typename decltype(tag)::type>, chunks, kThreads, rows.queue, table, sums);
+    launch("fill_unseen", fill_unseen_kernel<typename decltype(tag)::type>, chunks, kThreads, rows.queue, table,
+           args.sums);
   });
 }
 

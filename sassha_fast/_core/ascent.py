@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .._passes.accessors import IDLE_REFCOUNT, requires_grad, used_here, version
+from .._passes.accessors import IDLE_REFCOUNT, is_own, requires_grad, used_here, version
 from .._passes.plan import Plan
 from .._passes.reference import Stepped
 from .._passes.shards import local
 from ..checks import user_level
 from ..reference import ascend, compute_dtype
+from . import compact
 from .gap import kept_gradients
-from .keys import ASCENT_DRAW, ASCENT_SCALE, EXP_AVG, WEIGHT
+from .keys import ASCENT_DRAW, ASCENT_SCALE, COMPACT_KEYS, CORRECTION, WEIGHT
 from .state import new_state, state_tensors
 from .step import Ascent, Parts, Step, changed_since, some_of
 
@@ -61,9 +62,16 @@ class GradientAscent(Ascent):
             grads, idle = [g.detach() for g in grads], False
         elif zero_grad and max(map(sys.getrefcount, grads)) > IDLE_REFCOUNT:
             idle = [count <= IDLE_REFCOUNT for count in map(sys.getrefcount, grads)]
+        if idle is not False and not plan.has_own_grads:
+            own = list(map(is_own, map(local, grads)))
+            plan.has_own_grads = all(own)  # as autograd's are; who sets some by hand is looked at again
+            if not plan.has_own_grads:
+                idle = own if idle is True else [a and b for a, b in zip(idle, own, strict=True)]
         if step.decomposes:  # both g and x are needed later
             idle = False
             step.firsts = kept_gradients(plan.positions, grads, len(parts.params.all), alone=zero_grad)
+        if plan.has_corrections:  # which the ascent starts from
+            plan.bind_state(parts.params.states(plan, parts.options), state_tensors(x_in_state=False), COMPACT_KEYS)
         plan.bind_grads(grads, overwrite=True)
         square_sums = plan.square_sums(of_ascent=True)
         pairs = zip(step.radii(), groups, strict=True)
@@ -117,6 +125,7 @@ class MomentumAscent(Ascent):
     def __init__(self) -> None:
         """Has moved nothing yet."""
         self._held: tuple[Plan, list[int]] | None = None  # what the last step moved, if nothing was since
+        self._loaded: list[tuple[Tensor, int]] = []  # parameters that came with a checkpoint or a copy, and versions
         self._scale_signs: list[float | Tensor] = []
 
     @override
@@ -127,7 +136,7 @@ class MomentumAscent(Ascent):
     def climb(self, step: Step, plan: Plan, grads: list[Tensor], *, zero_grad: bool) -> None:
         """Prepares the way back from probes, which is to derive x + ε again."""
         parts = step.parts
-        plan.bind_state(parts.params.states(plan, parts.options), state_tensors(x_in_state=True))
+        plan.bind_state(parts.params.states(plan, parts.options), state_tensors(x_in_state=True), COMPACT_KEYS)
         step.refresh.measure(plan)
         step.moved = plan
         step.note_move(plan)
@@ -157,11 +166,15 @@ class MomentumAscent(Ascent):
         draw = step.noise_draw(plan)
         plan.count_draw(draw)
         plan.momentum_ascent(scales, parts.options.seed)
-        on_host = scales.device.type == "cpu" and not on_device
-        values: Sequence[Any] = scales.tolist() if on_host else scales.unbind()
-        number = draw.clone() if isinstance(draw, Tensor) else draw
-        for entry, group in zip(states, plan.groups, strict=True):
-            entry[ASCENT_SCALE], entry[ASCENT_DRAW] = values[group], number
+        if on_device:  # in place: a captured step writes it there at every replay
+            assert isinstance(draw, Tensor)
+            groups = plan.constants.constant(plan.groups, scales.device, torch.int64, name="groups")
+            torch._foreach_copy_([entry[ASCENT_SCALE] for entry in states], list(scales[groups].unbind()))
+            torch._foreach_copy_([entry[ASCENT_DRAW] for entry in states], [draw] * len(states))
+        else:
+            values: Sequence[Any] = scales.tolist() if scales.device.type == "cpu" else scales.unbind()
+            for entry, group in zip(states, plan.groups, strict=True):
+                entry[ASCENT_SCALE], entry[ASCENT_DRAW] = values[group], draw
         step.moved = None  # probes, if there were any, are overwritten
         step.parts.weights_moved(plan)
         self._hold(plan)
@@ -177,10 +190,21 @@ class MomentumAscent(Ascent):
             )
 
     def _hold(self, plan: Plan | None) -> None:
-        self._held = None if plan is None else (plan, list(map(version, plan.params)))
+        self._held, self._loaded = None if plan is None else (plan, list(map(version, plan.params))), []
 
-    def changed(self) -> str | None:
-        """Which parameters were changed by others while they held x + ε, None if none were."""
+    def remember(self, parts: Parts) -> None:
+        """After a checkpoint or a copy: the parameters hold x + ε of what is in state."""
+        self._loaded = [(p, p._version) for p in self.kept(parts)]
+
+    def changed(self, parts: Parts) -> str | None:
+        """Which parameters were changed by others while they held x + ε, None if none were.
+
+        Right after a checkpoint, weights that were saved with it may be loaded over x + ε: the same values.
+        """
+        if self._loaded:
+            names = dict(zip(map(id, parts.params.all), parts.params.names(), strict=True))
+            moved = [p for p, before in self._loaded if p._version != before]
+            return some_of([names[id(p)] for p in moved if id(p) in names and not self._is_derived(parts, p)])
         return None if self._held is None else changed_since(*self._held)
 
     def refuse_changed(self, parts: Parts, changed: str) -> NoReturn:
@@ -193,16 +217,21 @@ class MomentumAscent(Ascent):
     def _refuse_replaced(self, parts: Parts, plan: Plan) -> None:
         """Raises if a parameter was given other values by ``p.data =``. ``model.to()`` gives it the same elsewhere."""
         for i in plan.replaced():
-            p, entry = plan.params[i], parts.params.state.get(plan.params[i])
-            if not entry or p.shape != entry[WEIGHT].shape:
-                continue
-            x, m = local(entry[WEIGHT]), local(entry[EXP_AVG])
-            exact = compute_dtype(x.dtype)
-            scale = torch.as_tensor(entry[ASCENT_SCALE], dtype=exact, device=x.device)
-            wanted = ascend(x.to(exact), m, scale, adaptive=parts.options.variant.scales_by_weight(p.dim()))
-            rounding = 0.0 if x.dtype == exact else 2.0 * torch.finfo(x.dtype).eps
-            if not torch.allclose(local(p.data).to(wanted), wanted, rtol=rounding, atol=0.0, equal_nan=True):
+            if not self._is_derived(parts, plan.params[i]):
                 self.refuse_changed(parts, plan.names[i])
+
+    def _is_derived(self, parts: Parts, p: Tensor) -> bool:
+        """Whether a parameter holds x + ε of what is in state, as far as its dtype tells, or can't be compared."""
+        entry = parts.params.state.get(p)
+        if not entry or p.shape != entry[WEIGHT].shape or p.dtype != entry[WEIGHT].dtype:
+            return True  # another error names a parameter of another kind
+        x, m = local(entry[WEIGHT]), local(compact.momentum(entry))
+        exact = compute_dtype(x.dtype)
+        scale = torch.as_tensor(entry[ASCENT_SCALE], dtype=exact, device=x.device)
+        adaptive = parts.options.variant.scales_by_weight(p.dim())
+        wanted = ascend(local(compact.weight(p, entry)), m, scale, adaptive=adaptive)
+        rounding = 0.0 if x.dtype == exact else 2.0 * torch.finfo(x.dtype).eps
+        return torch.allclose(local(p.data).to(wanted), wanted, rtol=rounding, atol=0.0, equal_nan=True)
 
     # ---- which weights the parameters hold ----------------------------------------------------------------------
 
@@ -222,7 +251,7 @@ class MomentumAscent(Ascent):
         changed, replaced = _changed(plan.params, versions), set(plan.replaced())
         for i, (p, x) in enumerate(zip(plan.params, plan.xs, strict=True)):
             if not state.get(p):
-                entry = state[p] = new_state(p, on_device=parts.options.capturable, x_in_state=True)
+                entry = state[p] = new_state(p, plan.formats[i], on_device=parts.options.capturable, x_in_state=True)
                 if id(p) not in changed and i not in replaced:
                     local(entry[WEIGHT]).copy_(local(x))
         self._hold(plan)
@@ -237,7 +266,7 @@ class MomentumAscent(Ascent):
         plan = parts.params.plan_of(self.kept(parts) if chosen is None else list(chosen), parts.options)
         self._hold(None)
         if plan is not None:
-            plan.bind_state(parts.params.states(plan, parts.options), state_tensors(x_in_state=True))
+            plan.bind_state(parts.params.states(plan, parts.options), state_tensors(x_in_state=True), COMPACT_KEYS)
             plan.show_x()
             parts.weights_moved(plan)
 
@@ -254,27 +283,34 @@ class MomentumAscent(Ascent):
     def adopt(self, parts: Parts) -> None:
         """Makes what the parameters hold the new x."""
         for p in self.kept(parts):
-            local(parts.params.state[p][WEIGHT]).copy_(local(p.data))
+            entry = parts.params.state[p]
+            x = local(entry[WEIGHT])
+            if CORRECTION in entry:  # belongs to the x that it was made for
+                local(entry[CORRECTION]).masked_fill_(x != local(p.data), 0)
+            x.copy_(local(p.data))
 
     def derive(self, parts: Parts, chosen: Iterable[Tensor] | None = None) -> None:
         """Writes x + ε into parameters again, each with the ε of its own last step."""
         params, options = parts.params, parts.options
         buckets: list[tuple[dict[int, Any], Any, list[Tensor]]] = []  # scales by group, draw, parameters
         groups = {id(p): g for g, group in enumerate(params.groups) for p in group["params"]}
-        for p in self.kept(parts) if chosen is None else chosen:
-            entry, group = params.state[p], groups[id(p)]
-            scale, draw = entry[ASCENT_SCALE], entry[ASCENT_DRAW]
-            for scales, number, members in buckets:
+        members = self.kept(parts) if chosen is None else list(chosen)
+        columns = [[params.state[p][key] for p in members] for key in (ASCENT_SCALE, ASCENT_DRAW)]
+        if options.capturable:  # each has its own there, so that only reading tells which are the same
+            columns = [_on_host(column) for column in columns]
+        for p, scale, draw in zip(members, *columns, strict=True):
+            group = groups[id(p)]
+            for scales, number, others in buckets:
                 if _same(number, draw) and _same(scales.setdefault(group, scale), scale):
-                    members.append(p)
+                    others.append(p)
                     break
             else:
                 buckets.append(({group: scale}, draw, [p]))
         self._hold(None)
-        for scales, draw, members in buckets:
-            plan = params.plan_of(members, options)
+        for scales, draw, others in buckets:
+            plan = params.plan_of(others, options)
             assert plan is not None
-            plan.bind_state(params.states(plan, options), state_tensors(x_in_state=True))
+            plan.bind_state(params.states(plan, options), state_tensors(x_in_state=True), COMPACT_KEYS)
             plan.count_draw(draw)
             device = plan.draws[0].device
             numbers = [scales.get(g, 0.0) for g in range(plan.n_groups)]
@@ -286,6 +322,11 @@ class MomentumAscent(Ascent):
 def _changed(params: Sequence[Tensor], versions: Sequence[int]) -> set[int]:
     """The ``id`` of those whose version is another."""
     return {id(p) for p, before in zip(params, versions, strict=True) if p._version != before}
+
+
+def _on_host(values: list[Tensor]) -> list[Any]:
+    """Numbers of a device, read at once."""
+    return torch.stack([value.to(values[0].device) for value in values]).tolist() if values else []
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -147,7 +147,10 @@ def _short(value: object) -> str:
 
 
 def _detached(loss: Tensor | float) -> Tensor | float:
-    return loss.detach() if isinstance(loss, Tensor) else loss
+    """A loss by itself. One without a graph may be a sum that the closure keeps and fills again in the next pass."""
+    if not isinstance(loss, Tensor):
+        return loss
+    return loss.detach() if loss.requires_grad else loss.clone()
 
 
 # ---- the order of a step ----------------------------------------------------------------------------------------

@@ -22,8 +22,17 @@ MakesContext: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 KINKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.Hardtanh, nn.Hardswish)  # their derivative jumps
 
 
+BACKWARD = ("gradient", "retain_graph", "create_graph", "inputs")  # arguments of Tensor.backward
+
+
 class CreateGraph(TorchFunctionMode):
     """Adds ``create_graph=True`` to every ``loss.backward()``, so that closures need not know of refreshes."""
+
+    def __exit__(self, *error: Any) -> None:
+        """Leaves it, unless an interrupt within torch's own use of modes has taken it away."""
+        depth = torch._C._len_torch_function_stack()
+        if depth and torch._C._get_function_stack_at(depth - 1) is self:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
@@ -33,9 +42,12 @@ class CreateGraph(TorchFunctionMode):
         if func is not Tensor.backward:
             return func(*args, **kwargs)
 
+        given = {**dict(zip(BACKWARD, args[1:], strict=False)), **kwargs, "create_graph": True}
+        given["retain_graph"] = given.get("retain_graph") or None  # a graph that is to be differentiated again is kept
+
         def with_graph() -> Any:
             warnings.filterwarnings("ignore", message="Using backward")  # of a cycle, which the optimizer cuts
-            return func(*args, **{**kwargs, "create_graph": True})
+            return func(args[0], **given)
 
         return within([warnings.catch_warnings], with_graph)
 
@@ -187,7 +199,7 @@ def within(contexts: Iterable[MakesContext], run: Callable[[], R]) -> R:
 
     A ``with`` statement does not: an interrupt that arrives when its block is done finds nobody to leave the context.
     """
-    stack = ExitStack()
+    stack, modes = ExitStack(), torch._C._len_torch_function_stack()
     try:
         for make in contexts:
             stack.enter_context(make())
@@ -199,4 +211,7 @@ def within(contexts: Iterable[MakesContext], run: Callable[[], R]) -> R:
             stack.__exit__(*sys.exc_info())  # what is left already is not left again
         finally:
             stack.close()  # which a second interrupt may have kept it from
+            # One that was entered as the interrupt arrived is on torch's stack, but not yet on ours.
+            while torch._C._len_torch_function_stack() > modes:
+                torch._C._pop_torch_function_stack()
         raise

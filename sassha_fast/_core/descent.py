@@ -20,7 +20,7 @@ from ..reference import is_unseen
 from ..stats import Stats
 from .curvature import Curvature
 from .device_scalars import device_scalars
-from .keys import BIAS2, HESSIAN_STEP, STEP
+from .keys import BIAS2, COMPACT_KEYS, HESSIAN_STEP, STEP
 from .options import Options
 from .outcome import Outcome, Refreshed
 from .params import Parameters
@@ -72,12 +72,14 @@ class _Update:
         """Computes scalars and prepares products."""
         params, options, groups = step.parts.params, step.parts.options, step.groups_of_update()
         self.step, self.plan, self.skip = step, plan, skip
-        before = params.outcome
+        # Within a capture nothing can be asked of the device; what it brought is then told by replayed().
+        self.is_captured = is_capturing(plan.params[0].device)
+        before = None if self.is_captured else params.outcome
         self.retry_clock = None if before is None else before.retry_clock  # what it brought is needed now
         if before is not None:
             params.without_curvature(plan)  # which the plan remembers, if there is none
         self.states = params.states(plan, options)
-        plan.bind_state(self.states, state_tensors(x_in_state=options.variant.x_in_state))
+        plan.bind_state(self.states, state_tensors(x_in_state=options.variant.x_in_state), COMPACT_KEYS)
         self.coarse = curvature.coarse
         self.given = curvature.products
         if self.given is not None and len(plan.positions) < len(params.all):
@@ -94,7 +96,7 @@ class _Update:
             self.scalars, self.cohorts = cohort_scalars(
                 groups, plan.groups, plan.spans, self.steps, bias2, refreshed, request
             )
-        if options.stochastic_rounding:
+        if options.stochastic_rounding or plan.rounds_state:
             plan.count_draw(step.noise_draw(plan))
         self.draw = step.clock * options.n_samples
         self.zero_is_seen = options.unseen == "zero"
@@ -113,7 +115,11 @@ class _Update:
         self.products = products
         stats = step.parts.stats
         self.trace_before, self.share_before = stats.trace, stats.negative_share
-        self.counts_before = (stats.refreshes, stats.partial_refreshes, stats.skipped_refreshes)
+        self.counts_before = (0, 0, 0)
+        if products is not None:  # no other step asks, as a device may have to be waited for
+            self.counts_before = (stats.refreshes, stats.partial_refreshes, stats.skipped_refreshes)
+        self.outcome: Outcome | None = None  # what a refresh brought, once it is known
+        self.is_known = False
         self.next_steps: tuple[Tensor, ...] = ()
         if options.capturable:
             if isinstance(skip, Tensor):
@@ -150,7 +156,10 @@ class _Update:
             zero_is_seen=self.zero_is_seen,
         )
         found = self.plan.found()
-        outcome = None if found.tallies is None else self._outcome(found.tallies)
+        if not self.is_known:  # gradients and products, which it takes, are let go below
+            self.outcome = None if found.tallies is None else self._outcome(found.tallies)
+            self.is_known = True
+        outcome = self.outcome
         parts.ascent.follow_update(self.step, self.plan, self.states, found)
         if self.given is not None:
             used_here(self.given.values)
@@ -163,7 +172,8 @@ class _Update:
             retry = outcome.retry_clock
             next_clock = next_clock if retry is None else retry
             outcome = None
-        parts.params.outcome = outcome
+        if not self.is_captured:
+            parts.params.outcome = outcome
         if options.capturable:
             self._count_on_device(next_clock)
             return
@@ -173,7 +183,7 @@ class _Update:
     def _count_on_device(self, next_clock: int) -> None:
         """Advances step counts on the device, and the clock here."""
         torch._foreach_copy_(self.steps, self.next_steps)
-        if is_capturing(self.steps[0].device):
+        if self.is_captured:
             return  # nothing happens now; replayed() tells when it does
         for entry in self.states:
             entry[HESSIAN_STEP] = next_clock

@@ -7,6 +7,14 @@ HESSIAN = "exp_hessian_diag"  # D
 BIAS2 = "bias_correction2"  # 1 − β2^t of its last refresh, 0 before the first
 KEYS = frozenset((STEP, HESSIAN_STEP, EXP_AVG, HESSIAN, BIAS2))
 
+# Where state has fewer bits than float32 (:mod:`sassha_fast.formats`):
+EXP_AVG_SCALE = "exp_avg_scale"  # of every group of m
+HESSIAN_SCALE = "exp_hessian_diag_scale"  # of every group of D
+CORRECTION = "weight_correction"  # what the parameter lacks of x, in parts of its last place
+# Their names in checkpoints: tools that match tensors by name would copy numbers of float32 into codes.
+SAVED_CODES = {EXP_AVG: "exp_avg_codes", HESSIAN: "exp_hessian_diag_codes", CORRECTION: "weight_correction_codes"}
+COMPACT_KEYS = (CORRECTION, EXP_AVG_SCALE, HESSIAN_SCALE)  # as Plan.bind_state takes them
+
 # Where x is kept in state, and the parameter holds x + ε:
 WEIGHT = "weight"  # x
 ASCENT_SCALE = "ascent_scale"  # the parameter holds x + scale·m (ASAM: x + scale·m⊙x²)

@@ -20,12 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from .._parallel.reducer import Reducer
-from .._passes.accessors import no_grad, requires_grad
-from .._passes.shards import local
-from ..checks import check_count, check_param, parameter_name
+from .._passes.accessors import clear_grads, hooked, no_grad, requires_grad
+from .._passes.shards import is_sharded, local
+from ..checks import check_count, check_param, parameter_name, user_level
 from ..stats import Stats
 from ..variant import Ascent as AscentOf
 from .closure import Accumulated, Closure, as_closure, is_running, run, run_shadow
+from .compact import as_full, full_entry, has_correction, is_compact, saved_entry, stored_format, weight
 from .contexts import KINKED, CreateGraph, frozen_batchnorm, refresh_context
 from .gap import decomposes
 from .guards import SyncedGraph
@@ -50,6 +51,16 @@ class _Option:
     def __set__(self, opt: FusedOptimizer, value: Any) -> None:
         parts = opt.parts
         parts.options = replace(parts.options, **{self.name: value})
+
+
+class _Fixed(_Option):
+    """An option that the memory of the state follows from."""
+
+    def __set__(self, opt: FusedOptimizer, value: Any) -> None:
+        raise AttributeError(
+            f"{opt.parts.options.caller}: {self.name} is {getattr(opt.parts.options, self.name)} from construction on; "
+            f"construct an optimizer with {self.name}={value!r} and load opt.state_dict() into it, which converts it"
+        )
 
 
 class FusedOptimizer(Optimizer, Joinable):
@@ -83,6 +94,9 @@ class FusedOptimizer(Optimizer, Joinable):
     stochastic_rounding = _Option()
     capturable = _Option()
     unseen = _Option()
+    state_bits = _Fixed()
+    master_weight_bits = _Fixed()
+    full_precision_below = _Fixed()
     _step_supports_amp_scaling = True  # GradScaler.step then sets `grad_scale` and `found_inf` for the call
 
     def __init__(self, params: Params, options: Options, defaults: dict[str, Any]) -> None:
@@ -109,6 +123,13 @@ class FusedOptimizer(Optimizer, Joinable):
     def adaptive(self) -> bool:
         """Whether ε is scaled by the weights, as ASAM does."""
         return self._parts.options.variant.adaptive
+
+    def _patch_step_function(self) -> None:
+        """Torch's frame around ``step`` is for subclasses that have their own: ours runs hooks itself."""
+        if type(self).step is not FusedOptimizer.step:
+            super()._patch_step_function()
+            return
+        self._zero_grad_profile_name = f"Optimizer.zero_grad#{type(self).__name__}.zero_grad"
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 
@@ -143,6 +164,8 @@ class FusedOptimizer(Optimizer, Joinable):
     def _current(self) -> Step | None:
         """The step at hand, if one has begun and is not over."""
         step = self._step
+        if step is not None and step.is_void:
+            step.forget()
         if step is not None and step.is_broken:  # a second interrupt came before the first was dealt with
             step.roll_back()
         return None if step is None or step.phase is Phase.ENDED else step
@@ -264,6 +287,13 @@ class FusedOptimizer(Optimizer, Joinable):
             step.check_untouched("unperturb")
             step.come_back(tell_autograd=False)
         is_unscaled = scaler is not None and _has_unscaled(scaler, self)
+        if is_unscaled and step.grows_beyond_first():
+            step.roll_back()
+            raise RuntimeError(
+                f"{options.caller}.unperturb: GradScaler has unscaled the gradients of the first pass, and does so "
+                "once a step, so those of the last pass would keep their loss scale; call scaler.unscale_(opt) after "
+                "unperturb(), and leave it out before perturb_weights(), where the scale is of no matter"
+            )
         step.collect("unperturb", scaler=scaler, is_unscaled=is_unscaled)
         step.come_back()
 
@@ -316,6 +346,7 @@ class FusedOptimizer(Optimizer, Joinable):
             )
 
     @override
+    @hooked(lambda opt: _forget_scaler(opt))
     @no_grad
     def step(  # type: ignore[override]
         self,
@@ -477,17 +508,29 @@ class FusedOptimizer(Optimizer, Joinable):
             step.roll_back()
             self._step = None
         self._parts.given_up_by = None
-        super().zero_grad(set_to_none)
+        if not set_to_none or torch._C._autograd._profiler_enabled():
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:  # the same without torch's range in profilers, which takes longer than this
+            clear_grads(group["params"])
 
     def replayed(self, steps: int = 1) -> None:
-        """Tells the refresh clock that a CUDA graph of an ordinary step was replayed, which Python can't see."""
+        """Tells the refresh clock that a CUDA graph of an ordinary step was replayed, which Python can't see.
+
+        After a refresh it takes over what that brought, as an eager step does: one that failed is due again.
+
+        Args:
+            steps: How many steps were replayed.
+        """
         name = self._parts.options.caller
         steps = check_count("steps", steps, caller=f"{name}.replayed")
         if not self._parts.descent.has_curvature:
             raise RuntimeError(f"{name}.replayed: {name} never refreshes a curvature, so there is no clock to tell")
         if not self._parts.options.capturable:
             raise RuntimeError(f"{name}.replayed: steps are counted on the host; construct {name} with capturable=True")
-        clock = self.parts.params.clock() + steps
+        params = self.parts.params
+        retry = params.learn()
+        clock = params.clock() + steps if retry is None else retry
         for entry in self.state.values():
             entry[HESSIAN_STEP] = clock
 
@@ -584,13 +627,44 @@ class FusedOptimizer(Optimizer, Joinable):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, as in ``torch.optim``. Raises while the weights are perturbed."""
+        """The state of the optimizer, as in ``torch.optim``. Raises while the weights are perturbed.
+
+        State in 8 bits and corrections are saved as they are, under names that end in ``_codes``. Those of sharded
+        parameters are saved in float32, as other shards could not read them.
+        """
         self._refuse_while_away(
             "state_dict", "the weights are perturbed, so a checkpoint of the model would not hold them"
         )
         self.parts.params.settle()
         self._parts.descent.clock(self._parts.params)  # takes over clocks under the authors' key
-        return super().state_dict()
+        if not any(map(is_compact, self.state.values())):
+            return super().state_dict()
+        # Groups of a scale lie within a shard. Hooks of state_dict see what is saved.
+        saved = full_entry if any(map(is_sharded, self._parts.params.all)) else saved_entry
+        entries = {p: saved(entry) if is_compact(entry) else entry for p, entry in self.state.items()}
+        kept, self.state = self.state, defaultdict(dict, entries)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = kept
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """:meth:`state_dict` with m and D in float32, whatever ``state_bits`` is: for other tools, and to look at.
+
+        It takes 8 bytes a parameter, or 12 with ``master_weight_bits``. :meth:`load_state_dict` takes both forms.
+        """
+        return as_full(self.state_dict())
+
+    @no_grad
+    def master_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The weights of a model by name, in float32 with all bits that are known of them: for export.
+
+        Args:
+            model: One whose parameters this optimizer has. Parameters that it does not have are left out.
+        """
+        self._refuse_while_away("master_weights", "the weights are perturbed")
+        mine = set(self.parts.params.all)
+        return {name: weight(p, self.state.get(p, {})) for name, p in model.named_parameters() if p in mine}
 
     @override
     @no_grad
@@ -618,13 +692,24 @@ class FusedOptimizer(Optimizer, Joinable):
         x_in_state = options.variant.x_in_state
         loaded = check_checkpoint(state_dict, self.param_groups, options.lazy_hessian, self._schema())
         state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        groups = []
+        groups, dropped, names = [], [], iter(self._parts.params.names())
         for saved, group in zip(loaded["param_groups"], self.param_groups, strict=True):
-            for key, p in zip(saved.pop("params"), group["params"], strict=True):
+            for key, p, name in zip(saved.pop("params"), group["params"], names, strict=False):
                 if key in loaded["state"]:
                     entry = loaded["state"][key]
-                    state[p] = placed(entry, p, on_device=options.capturable, x_in_state=x_in_state)
+                    stored = stored_format(p, options)
+                    if not stored.correction_bits and has_correction(entry):
+                        dropped.append(name)
+                    state[p] = placed(entry, p, stored, on_device=options.capturable, x_in_state=x_in_state)
             groups.append({**{key: copied(value) for key, value in saved.items()}, "params": group["params"]})
+        if dropped:
+            warnings.warn(
+                f"{options.caller}.load_state_dict: the checkpoint has bits of {len(dropped)} weights, {dropped[0]} "
+                "among them, that their 16 bits in the model have not, and this optimizer does not keep them; "
+                "construct it with master_weight_bits=24 or 32 over bfloat16 or float16 parameters, or load into the "
+                "model what master_weights(model) gave where the checkpoint was saved",
+                stacklevel=user_level(),
+            )
         self._take_over(state, groups)
 
     def _take_over(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:

@@ -40,6 +40,9 @@ class Options:
     stochastic_rounding: bool = False
     capturable: bool = False
     unseen: str = "keep"
+    state_bits: int = 32
+    master_weight_bits: int | None = None
+    full_precision_below: int = 4096
 
     def __post_init__(self) -> None:
         """Checks the values."""
@@ -56,6 +59,7 @@ class Options:
             raise ValueError(
                 f"{name}: hvp={self.hvp!r} has no hvp_point='upstream', which is about graphs; use 'perturbed'"
             )
+        self._check_formats()
         backends.resolve(self.backend, caller=name)
         seed = as_integer(self.seed)
         if seed is None or not 0 <= seed < 2**63:
@@ -67,6 +71,23 @@ class Options:
         for flag in ("perturb_sync", "bias_correction", "skip_nonfinite", "stochastic_rounding", "capturable"):
             check_flag(flag, getattr(self, flag), caller=name)
             object.__setattr__(self, flag, bool(getattr(self, flag)))
+
+    def _check_formats(self) -> None:
+        name = self.caller
+        check_choice("state_bits", self.state_bits, (32, 16, 8), caller=name)
+        check_choice("master_weight_bits", self.master_weight_bits, (None, 24, 32), caller=name)
+        below = as_integer(self.full_precision_below)
+        if below is None or below < 0:
+            raise ValueError(
+                f"{name}: full_precision_below is {shown(self.full_precision_below)}, expected a number of elements, 0 "
+                "for every parameter of more than one dimension"
+            )
+        object.__setattr__(self, "full_precision_below", below)
+        if self.master_weight_bits is not None and self.stochastic_rounding:
+            raise ValueError(
+                f"{name}: master_weight_bits={self.master_weight_bits} keeps what stochastic_rounding=True would throw "
+                "away at random; leave one of them out"
+            )
 
     @property
     def exact(self) -> bool:

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .. import backends
-from .._passes.accessors import device_of, grad, set_grad
+from .._passes.accessors import clear_grads, device_of, grad, is_own
 from .._passes.plan import Plan
 from .._passes.shards import local
 from .._passes.upload import is_capturing
 from ..checks import check_overlap, parameter_name
+from .compact import stored_format
 from .keys import BIAS2, HESSIAN_STEP
 from .options import Options
 from .outcome import Outcome
@@ -29,9 +30,9 @@ MOST_PLANS = 8  # of a model whose set of gradients keeps changing
 
 
 def owned(gradient: Tensor) -> Tensor:
-    """A gradient that the next backward pass can't overwrite: views of DDP's buckets are copied."""
+    """A gradient that the next backward pass can't overwrite: views of DDP's buckets, and of others, are copied."""
     here = local(gradient)
-    alone = here.untyped_storage().nbytes() == here.numel() * here.element_size()
+    alone = here.untyped_storage().nbytes() == here.numel() * here.element_size() and is_own(here)
     return gradient.detach() if alone else gradient.detach().clone()
 
 
@@ -82,6 +83,8 @@ class Parameters:
     def gather(self, options: Options, *, again: bool = False) -> tuple[Plan | None, list[Tensor]]:
         """The plan for the parameters that have gradients, and these gradients; ``again`` if not first in a step."""
         found = list(map(grad, self.all))
+        if not found:
+            return None, []
         key = None
         if not all(map(is_not, found, repeat(None))):
             key = tuple(map(is_not, found, repeat(None)))
@@ -130,7 +133,7 @@ class Parameters:
 
     def clear_grads(self) -> None:
         """Leaves all parameters without a gradient."""
-        any(map(set_grad, self.all, repeat(None)))  # for all p: p.grad = None
+        clear_grads(self.all)
 
     # ---- plans --------------------------------------------------------------------------------------------------
 
@@ -178,6 +181,7 @@ class Parameters:
             options.variant,
             lambda device: backends.choose(options.backend, device, caller=options.caller),
             options.caller,
+            [stored_format(p, options) for p in params],
         )
 
     def check_overlap(self, caller: str) -> None:
@@ -202,7 +206,8 @@ class Parameters:
         for i, p in enumerate(plan.params):
             if not states[i]:
                 in_state = options.variant.x_in_state
-                self.state[p] = states[i] = new_state(p, on_device=options.capturable, x_in_state=in_state)
+                stored = plan.formats[i]
+                self.state[p] = states[i] = new_state(p, stored, on_device=options.capturable, x_in_state=in_state)
         return states  # type: ignore[return-value]
 
     def clock(self) -> int:
@@ -232,11 +237,29 @@ class Parameters:
                 known.append(entry.get(BIAS2))
         tensors = [value for value in known if isinstance(value, Tensor)]
         if tensors:  # with ``capturable``, after loading: read once
+            if is_capturing(tensors[0].device):
+                raise RuntimeError(
+                    f"{plan.caller}: a CUDA graph is being captured, but the last refresh left parameters without "
+                    "curvature; run refreshes outside of the capture until they have one"
+                )
             values = iter(torch.stack(tensors).tolist())
             known = [next(values) if isinstance(value, Tensor) else value for value in known]
         missing = [not value for value in known]
         plan.has_curvature = not any(missing) and (outcome is None or outcome.is_known)
         return missing
+
+    def learn(self) -> int | None:
+        """After a replayed step: takes over what the refresh before it brought.
+
+        Returns:
+            The clock to go back to if that was a scheduled one and failed.
+        """
+        retry = None if self.outcome is None else self.outcome.retry_clock
+        if self.outcome is not None:
+            for plan in self._plans.values():
+                self.without_curvature(plan)  # which the plan remembers, if there is none
+        self.outcome = None
+        return retry
 
     def settle(self) -> None:
         """Waits for what the last refresh brought, and has a failed one repeated by the next step."""

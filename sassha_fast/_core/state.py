@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from .._passes.shards import is_sharded, local
 from ..checks import as_number, is_step_count, parameter_name, refuse_saved, shown
+from ..formats import FULL, Format
 from ..reference import compute_dtype
 from ..variant import Sample, Variant
+from .compact import checked_full, fill, new_tensors
 from .keys import (
     ASCENT_DRAW,
     ASCENT_SCALE,
     BIAS2,
+    CORRECTION,
     EXP_AVG,
     HESSIAN,
     HESSIAN_STEP,
@@ -35,7 +38,9 @@ def state_tensors(*, x_in_state: bool) -> tuple[str, ...]:
     return (EXP_AVG, HESSIAN, WEIGHT) if x_in_state else (EXP_AVG, HESSIAN)
 
 
-def new_state(param: Tensor, *, on_device: bool = False, x_in_state: bool = False) -> dict[str, Any]:
+def new_state(
+    param: Tensor, stored: Format = FULL, *, on_device: bool = False, x_in_state: bool = False
+) -> dict[str, Any]:
     """State of a parameter that has taken no step; with ``on_device`` its numbers are tensors beside it.
 
     With ``x_in_state`` it has x as well, which the parameter holds as long as nothing has moved it.
@@ -43,21 +48,19 @@ def new_state(param: Tensor, *, on_device: bool = False, x_in_state: bool = Fals
     D starts at −0. The sign bit says that no curvature is known, so nothing moves; the first finite |Ĥ| clears it, as
     −0 + 0 is +0.
     """
-    dtype = compute_dtype(param.dtype)
-    exp_avg = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    if on_device:
-        count = torch.zeros((), dtype=torch.int64, device=param.device)
-        correction = torch.zeros((), dtype=torch.float64, device=param.device)
+
+    def number(value: float, dtype: torch.dtype) -> Any:
+        return torch.full((), value, dtype=dtype, device=param.device) if on_device else value
+
     state = {
-        STEP: count if on_device else 0,
+        STEP: number(0, torch.int64),
         HESSIAN_STEP: 0,
-        EXP_AVG: exp_avg,
-        HESSIAN: torch.full_like(exp_avg, -0.0, memory_format=torch.preserve_format),
-        BIAS2: correction if on_device else 0.0,
+        **new_tensors(param, stored),
+        BIAS2: number(0.0, torch.float64),
     }
     if x_in_state:
         weight = torch.empty_like(param, memory_format=torch.preserve_format, requires_grad=False).copy_(param)
-        state.update({WEIGHT: weight, ASCENT_SCALE: 0.0, ASCENT_DRAW: 0})
+        state |= {WEIGHT: weight, ASCENT_SCALE: number(0.0, torch.float32), ASCENT_DRAW: number(0, torch.int64)}
     return state
 
 
@@ -107,6 +110,14 @@ def elements(value: Any, param: Tensor, dtype: torch.dtype, *, signed: bool = Tr
     return None if signed or low >= 0.0 else f"no element below 0, not from {low:g} to {high:g}"
 
 
+def part_of_last_place(value: Any, param: Tensor) -> str | None:
+    """What a parameter of reduced precision lacks of x."""
+    found = elements(value, param, torch.float32)
+    if found is None and local(value).numel() and float(local(value).detach().abs().max()) > 0.5:
+        return "parts of a last place, from -0.5 to 0.5"
+    return found
+
+
 def fields_of(variant: Variant) -> dict[str, Check]:
     """The keys of a parameter's state, and what each may hold."""
 
@@ -143,6 +154,8 @@ class Schema:
         check_group: Checks further hyperparameters of a saved group, which is given with the live one and its number.
         fields: What the state of a parameter holds, given its saved group and that group's number.
         closed: Whether state has these keys and no others.
+        optional: What it may hold beside them.
+        compact: Whether state may be in fewer bits; it is checked in float32 then.
     """
 
     caller: str
@@ -152,6 +165,8 @@ class Schema:
     fields: Callable[[Mapping[str, Any], int, Tensor], Mapping[str, Check]]
     check_group: Callable[[Mapping[str, Any], Mapping[str, Any], int], None] = lambda saved, live, number: None
     closed: bool = True
+    optional: Mapping[str, Check] = field(default_factory=dict)
+    compact: bool = False
 
 
 def own_schema(variant: Variant, *, caller: str) -> Schema:
@@ -159,7 +174,13 @@ def own_schema(variant: Variant, *, caller: str) -> Schema:
     fields = fields_of(variant)
     required = frozenset({"lr", "betas", "weight_decay", "eps", "perturb_eps"})
     return Schema(
-        caller, "this optimizer or by the authors' SASSHA", required, tuple(HYPERPARAMETERS), lambda saved, g, p: fields
+        caller,
+        "this optimizer or by the authors' SASSHA",
+        required,
+        tuple(HYPERPARAMETERS),
+        lambda saved, g, p: fields,
+        optional={CORRECTION: part_of_last_place},
+        compact=True,
     )
 
 
@@ -258,6 +279,7 @@ def check_checkpoint(
             if UPSTREAM_CLOCK in entry:
                 entry = from_upstream(entry, saved, lazy_hessian, name, caller=caller)
             if entry:
+                entry = checked_full(entry, p, name, caller=caller) if schema.compact else entry
                 _check_entry(entry, p, name, schema.fields(saved, g, p), schema)
                 state[index] = entry
     return {"state": state, "param_groups": groups}
@@ -285,6 +307,7 @@ def _check_entry(
     entry: Mapping[str, Any], param: Tensor, name: str, fields: Mapping[str, Check], schema: Schema
 ) -> None:
     """Raises ValueError unless ``entry`` is a complete state that fits ``param``."""
+    fields = {**fields, **{key: check for key, check in schema.optional.items() if key in entry}}
     missing, unknown = sorted(fields.keys() - entry.keys()), sorted(map(str, entry.keys() - fields.keys()))
     if missing or (unknown and schema.closed):
         raise ValueError(
@@ -306,19 +329,21 @@ def copied(value: Any) -> Any:
 
 
 def placed(
-    entry: Mapping[str, Any], param: Tensor, *, on_device: bool = False, x_in_state: bool = False
+    entry: Mapping[str, Any],
+    param: Tensor,
+    stored: Format = FULL,
+    *,
+    on_device: bool = False,
+    x_in_state: bool = False,
 ) -> dict[str, Any]:
-    """A loaded state with its tensors in memory of their own, in the parameter's layout and the state's dtype."""
-    state = new_state(param, on_device=on_device, x_in_state=x_in_state)
-    state[EXP_AVG].copy_(entry[EXP_AVG])
-    state[HESSIAN].copy_(entry[HESSIAN])
+    """A loaded state with its tensors in memory of their own, in the parameter's layout and as it is to be stored."""
+    state = new_state(param, stored, on_device=on_device, x_in_state=x_in_state)
+    fill(state, entry, stored)
+    state[HESSIAN_STEP] = int(entry[HESSIAN_STEP])
+    numbers: dict[str, float] = {STEP: int(entry[STEP]), BIAS2: float(entry[BIAS2])}
     if x_in_state:
         state[WEIGHT].copy_(entry[WEIGHT])
-        state.update({ASCENT_SCALE: float(entry[ASCENT_SCALE]), ASCENT_DRAW: int(entry[ASCENT_DRAW])})
-    state[HESSIAN_STEP] = int(entry[HESSIAN_STEP])
-    if on_device:
-        state[STEP].fill_(int(entry[STEP]))
-        state[BIAS2].fill_(float(entry[BIAS2]))
-    else:
-        state.update({STEP: int(entry[STEP]), BIAS2: float(entry[BIAS2])})
+        numbers |= {ASCENT_SCALE: float(entry[ASCENT_SCALE]), ASCENT_DRAW: int(entry[ASCENT_DRAW])}
+    for key, value in numbers.items():
+        state[key] = state[key].fill_(value) if on_device else value
     return state

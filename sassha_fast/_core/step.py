@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 from .. import schedules
 from .._parallel.collectives import EarlyReduction
 from .._parallel.reducer import Reducer
-from .._passes.accessors import requires_grad, version, weights_moved
+from .._passes.accessors import grad, requires_grad, version, weights_moved
 from .._passes.plan import Plan
 from .._passes.reference import Stepped
 from .._passes.upload import is_capturing
@@ -32,7 +32,7 @@ from .contexts import RandomState
 from .curvature import Curvature, Refresh
 from .gap import decompose, decomposes
 from .keys import STEP
-from .options import Options
+from .options import HYPERPARAMETERS, Options
 from .params import Grads, Parameters
 
 Gathered: TypeAlias = "tuple[Plan | None, list[Tensor]]"
@@ -210,6 +210,7 @@ class Step:
         is_broken: Whether an exception has left it, which another one may keep from being rolled back.
         is_undone: Whether an exception has ended it before its update.
         is_shadow: Whether this process has no data, and takes part in the steps of the others alone.
+        is_captured: Whether a call of it was captured in a CUDA graph.
     """
 
     def __init__(self, parts: Parts, *, driven: bool = False) -> None:
@@ -234,6 +235,7 @@ class Step:
         self.is_replaying = False
         self.wants_graph = True
         self.is_shadow = False
+        self.is_captured = False
         self.is_broken = False
         self.is_undone = False
         self._zeroes = False  # whether the ascent may have taken the memory of gradients
@@ -253,6 +255,11 @@ class Step:
     def is_away(self) -> bool:
         """Whether the weights are, or after an exception on the way back may be, not where the step began."""
         return self.moved is not None and self.phase is not Phase.ENDED
+
+    @property
+    def is_void(self) -> bool:
+        """Whether nothing of it has happened: its capture ended, by an exception say, before the step did."""
+        return self.is_captured and not is_capturing(self.parts.params.all[0].device)
 
     @property
     def hessian_due(self) -> bool:
@@ -282,6 +289,15 @@ class Step:
     def probes_due(self) -> int:
         """Gradients at probes that the step takes."""
         return self.parts.options.gradients_per_refresh if self.hessian_due else 0
+
+    def grows_beyond_first(self) -> bool:
+        """Whether the gradients at hand are longer than those of the first pass: by a loss scale, say."""
+        parts = self.parts
+        grads = [g.detach() for g in map(grad, parts.params.all) if g is not None]
+        if self.moved is None or parts.options.variant.adaptive or not grads or self.moved.sharded:
+            return False
+        squares = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+        return bool(squares > parts.stats.square_sums.sum().to(squares.device))
 
     @property
     def differentiates(self) -> bool:
@@ -517,6 +533,12 @@ class Step:
             self.pending.finish()
         self.phase = Phase.ENDED
 
+    def forget(self) -> None:
+        """Ends a step of which nothing has happened: the weights are x, and what would be their backup is not."""
+        if self.moved is not None:
+            self.moved.forget_backups()
+        self.moved, self.phase = None, Phase.ENDED
+
     # ---- moving weights -----------------------------------------------------------------------------------------
 
     def note_move(self, plan: Plan) -> None:
@@ -544,8 +566,9 @@ class Step:
     def _check_capture(self, caller: str) -> None:
         """Raises if a CUDA graph is captured that would not do at every replay what this step does."""
         params, options = self.parts.params, self.parts.options
-        if not is_capturing(params.all[0].device):
+        if not params.all or not is_capturing(params.all[0].device):
             return
+        self.is_captured = True
         name = f"{options.caller}.{caller}"
         if not self.parts.descent.has_curvature:
             raise RuntimeError(
@@ -562,6 +585,22 @@ class Step:
                 f"{name}: a CUDA graph is being captured, but this step refreshes the curvature, which replays can't "
                 "schedule; capture ordinary steps (not opt.hessian_due) and run refreshes between the replays"
             )
+        self._check_tensors(name)
+
+    def _check_tensors(self, name: str) -> None:
+        """Raises if replays would go on with what a hyperparameter that is a tensor is now."""
+        device = self.parts.params.all[0].device
+        for number, group in enumerate(self.parts.params.groups):
+            for key in (key for key in HYPERPARAMETERS if key in group):
+                values = group[key] if isinstance(group[key], Sequence) else (group[key],)
+                on_host = key in ("betas", "hessian_power")
+                found = [v for v in values if isinstance(v, Tensor) and (on_host or v.device.type == "cpu")]
+                if found:
+                    remedy = "give a number" if on_host else f"make it on {device}, or give a number"
+                    raise RuntimeError(
+                        f"{name}: a CUDA graph is being captured, but {key} of group {number} is a tensor on "
+                        f"{found[0].device}, which replays can't read; {remedy}"
+                    )
 
     # ---- gradients and products ---------------------------------------------------------------------------------
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
-from itertools import repeat
-from typing import ParamSpec, TypeVar
+from itertools import chain, repeat
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,6 +31,17 @@ record_stream = torch._C.TensorBase.record_stream
 requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
 
 
+def clear_grads(params: Iterable[Tensor]) -> None:
+    """Leaves parameters without a gradient."""
+    any(map(set_grad, params, repeat(None)))  # for all p: p.grad = None
+
+
+def stream_of(device: torch.device) -> int:
+    """The current stream of a GPU, by its address."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
 def used_here(tensors: Iterable[Tensor | None]) -> None:
     """Tells torch's allocator that the current stream works on tensors that are dropped next.
 
@@ -37,15 +50,17 @@ def used_here(tensors: Iterable[Tensor | None]) -> None:
     """
     given = (tensor for tensor in tensors if tensor is not None)
     first = next(given, None)
-    if first is None or not first.is_cuda:
-        return
+    if first is None or not (first.is_cuda or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return  # all are on the CPU, most likely, and there is no stream to wait for anyway
     there = [first, *given]
-    streams = {device: torch.cuda.current_stream(device) for device in set(map(device_of, there))}
-    if len(streams) == 1:
+    devices = set(map(device_of, there))
+    streams = {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"}
+    if len(devices) == len(streams) == 1:
         any(map(record_stream, there, repeat(*streams.values())))  # for all of them
         return
     for tensor in there:
-        tensor.record_stream(streams[tensor.device])
+        if tensor.is_cuda:
+            tensor.record_stream(streams[tensor.device])
 
 
 _tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -59,6 +74,15 @@ def _idle_refcount() -> int:
 
 
 IDLE_REFCOUNT = _idle_refcount()  # sys.getrefcount, mapped over a list, of a gradient that nobody else holds
+
+
+def is_own(tensor: Tensor) -> bool:
+    """Whether nobody else holds the memory of a tensor: no view, no parameter, no array of NumPy."""
+    if tensor.layout is not torch.strided:
+        return True  # which another error names
+    storage = tensor.untyped_storage()
+    uses: int = torch._C._storage_Use_Count(storage._cdata)  # the tensor's, and that of ``storage``
+    return uses <= 2 and storage.resizable()
 
 
 def no_grad(method: Callable[P, R]) -> Callable[P, R]:
@@ -104,6 +128,46 @@ def ranged(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return method(*args, **kwargs)
 
         return shown
+
+    return decorate
+
+
+def hooked(on_error: Callable[[Any], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """What torch puts around ``step``, hooks and a range in profilers, where there is a hook or a profiler.
+
+    Its range takes tens of microseconds also without a profiler, as long as a pass over a small network does. The
+    class has to keep torch from framing the method too (``Optimizer._patch_step_function``).
+
+    Args:
+        on_error: Called with the optimizer if a hook or the step raises.
+    """
+
+    def decorate(step: Callable[P, R]) -> Callable[P, R]:
+        framed = Optimizer.profile_hook_step(step)
+
+        @wraps(step)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            opt: Any = args[0]
+            if getattr(type(opt).step, "hooked", False):  # a subclass has a step of its own, which torch has framed
+                return step(*args, **kwargs)
+            is_watched = (
+                opt._optimizer_step_pre_hooks
+                or torch_optimizer._global_optimizer_pre_hooks
+                or torch._C._autograd._profiler_enabled()
+            )
+            try:
+                if is_watched:
+                    return framed(*args, **kwargs)
+                result = step(*args, **kwargs)
+                others = torch_optimizer._global_optimizer_post_hooks
+                for hook in chain(opt._optimizer_step_post_hooks.values(), others.values()):
+                    hook(opt, args, kwargs)
+            except BaseException:
+                on_error(opt)
+                raise
+            return result
+
+        return call
 
     return decorate
 

@@ -17,6 +17,7 @@ class CpuPasses(TablePasses):
     """Passes of the C++ kernels."""
 
     name = "cpu"
+    takes_compact = True
     ops = torch.ops.sassha_fast
 
     def __init__(self, members: Members) -> None:

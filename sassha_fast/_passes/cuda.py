@@ -19,6 +19,7 @@ class CudaPasses(CpuPasses):
     """Passes of the CUDA kernels. Nothing here waits for the device but :meth:`weight_square_sum`."""
 
     name = "cuda"
+    takes_compact = False
 
     def __init__(self, members: Members) -> None:
         """Writes the table and cuts its rows into chunks."""
@@ -30,6 +31,10 @@ class CudaPasses(CpuPasses):
     @override
     def begin_call(self) -> None:
         self.mirrors.begin()
+
+    @override
+    def kept(self) -> list[Tensor]:
+        return [*super().kept(), *self.mirrors.kept(), self.chunks]
 
     @override
     def launch(self, op: str, *args: Any) -> None:

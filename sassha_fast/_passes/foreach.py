@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from .. import reference
+from ..formats import FULL
 from ..variant import Sample
 from .layout import UPDATES, X_IN_BACKUP, Scalars, StepScalars
 from .reference import Passes, Products, Stepped, tally
@@ -31,7 +32,7 @@ class ForeachPasses(Passes):
         self, scales: Tensor, *, adaptive: bool, take_grads: bool | Sequence[bool], seed: int, draw: Tensor
     ) -> None:
         members = self.members
-        if self._is_reduced_precision():
+        if self._goes_one_by_one():
             super().perturb(scales, adaptive=adaptive, take_grads=take_grads, seed=seed, draw=draw)
             return
         self.backups = [weight.clone() for weight in members.weights]
@@ -57,10 +58,21 @@ class ForeachPasses(Passes):
         *,
         restore: bool = False,
         noise_draw: Tensor | None = None,
+        state_draw: Tensor | None = None,
         sample: Sample = Sample.ABS,
         zero_is_seen: bool = False,
         adaptive: bool = False,
     ) -> Stepped:
+        if self.members.format != FULL:
+            return super().step(
+                *(scalars, cohorts, products, seed, draw),
+                restore=restore,
+                noise_draw=noise_draw,
+                state_draw=state_draw,
+                sample=sample,
+                zero_is_seen=zero_is_seen,
+                adaptive=adaptive,
+            )
         if restore:
             self.restore()
         curvatures: Sequence[Tensor | None] = [None] * len(cohorts)
@@ -87,7 +99,7 @@ class ForeachPasses(Passes):
     @override
     def momentum_ascent(self, scales: Tensor, *, adaptive: bool, seed: int, draw: Tensor) -> None:
         members, xs = self.members, self.xs
-        if xs is None or self._is_reduced_precision():
+        if xs is None or self._goes_one_by_one():
             super().momentum_ascent(scales, adaptive=adaptive, seed=seed, draw=draw)
             return
         for group, dtype, (weights, x, moments) in self._batches(members.groups, members.weights, xs, self.exp_avgs):
@@ -107,9 +119,10 @@ class ForeachPasses(Passes):
             torch._foreach_copy_(grads, [torch.where(alpha == 0, g, new.to(dtype)) for g, new in pairs])
         self.firsts = []
 
-    def _is_reduced_precision(self) -> bool:
-        """Whether a parameter is rounded at random, for which the reference goes tensor by tensor."""
-        return any(weight.dtype != reference.compute_dtype(weight.dtype) for weight in self.members.weights)
+    def _goes_one_by_one(self) -> bool:
+        """Whether a parameter is rounded at random or stored in fewer bits, which the reference does one by one."""
+        dtypes = {weight.dtype for weight in self.members.weights}
+        return self.members.format != FULL or any(dtype != reference.compute_dtype(dtype) for dtype in dtypes)
 
     def _batches(
         self, kinds: Sequence[int], *columns: Sequence[Tensor | None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -23,8 +24,34 @@ def load() -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class CudaVersions:
+    """Versions of CUDA as it writes them, 13020 for 13.2; 0 where nobody can tell.
+
+    Attributes:
+        built: Of the compiler that the kernels were built with.
+        runtime: Of the runtime that torch has loaded.
+        driver: The newest that the driver knows.
+        least: The oldest GPU that there is code for, 75 for sm_75.
+    """
+
+    built: int
+    runtime: int
+    driver: int
+    least: int
+
+
+def cuda_versions() -> CudaVersions:
+    """Versions of a library that is loaded and was built with CUDA."""
+    return CudaVersions(*torch.ops.sassha_fast.cuda_versions())
+
+
+@cache
 def _register_fakes() -> None:
-    """Shapes and dtypes without data, so that torch.compile and FakeTensor can trace the operators."""
+    """Shapes and dtypes without data, so that torch.compile and FakeTensor can trace the operators.
+
+    Once: torch refuses a second time before 2.13.
+    """
 
     def nothing(*args: object) -> None:
         return None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, TypeVar
 
@@ -17,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import reference
+from ..formats import Format
 from ..variant import Variant
-from .accessors import address, dtype, is_contiguous, numel, ranged
+from .accessors import address, dtype, is_contiguous, numel, ranged, stream_of, used_here
 from .layout import DeviceScalars, Scalars
 from .reference import Members, Passes, Products, Stepped
 from .shards import group_of, is_sharded, local, shard_of
@@ -36,8 +39,8 @@ class Plan:
     """Passes over a fixed list of parameters.
 
     They come in parts: one for each device, for each number of processes that hold the same elements of a shard, for
-    parameters that ASAM's scaling covers and that it does not, and for those whose memory the kernels can't take,
-    which go the reference's way.
+    parameters that ASAM's scaling covers and that it does not, for each format that they are stored in, and for those
+    whose memory the kernels can't take, which go the reference's way.
 
     Attributes:
         params: The parameters.
@@ -45,10 +48,14 @@ class Plan:
         groups: Parameter group of each.
         spans: The slice that each group takes of every list: parameters come group by group.
         has_curvature: Whether every parameter has some. Once true, it stays true.
+        has_own_grads: Whether nobody but their tensors held the memory of the first gradients: it may be taken.
         singles: Parameters of one element.
         states: State that is bound to the passes.
         signs_in_registers: Of each parameter, whether the update can draw the signs of its product itself.
         constants: Numbers of the host on the devices.
+        formats: How each parameter and its state are stored.
+        has_corrections: Whether any parameter has a correction beside it.
+        rounds_state: Whether any state is rounded at random.
     """
 
     def __init__(
@@ -61,11 +68,13 @@ class Plan:
         variant: Variant,
         passes_on: Callable[[torch.device], type[Passes]],
         caller: str,
+        formats: list[Format],
     ) -> None:
         """Binds the passes of each device to its parameters."""
         self.params = params
         self.positions = positions
         self.names, self.caller = names, caller
+        self.formats = formats
         self.groups = groups
         self.n_groups = n_groups
         self.variant = variant
@@ -78,22 +87,24 @@ class Plan:
         shards = list(map(shard_of, params)) if self.sharded else ()
         weights = [local(p.data) for p in params]
         members = Members(weights, positions, groups, n_groups, names, shards, caller)
-        kinds: dict[tuple[torch.device, int, bool, type[Passes]], list[int]] = {}
+        kinds: dict[tuple[torch.device, int, bool, type[Passes], Format], list[int]] = {}
         everyone = dist.get_world_size(self.process_group) if self.sharded else 1
         for i, weight in enumerate(weights):
             shard = members.shard(i)
             replicas = everyone if shard is None else shard.replicas
             passes = passes_on(weight.device)
-            chosen = passes if passes.takes(weight) else Passes
-            key = (weight.device, replicas, variant.scales_by_weight(weight.dim()), chosen)
+            chosen = passes if passes.takes(weight, formats[i]) else Passes
+            key = (weight.device, replicas, variant.scales_by_weight(weight.dim()), chosen, formats[i])
             kinds.setdefault(key, []).append(i)
-        self.replicas = [replicas for _, replicas, _, _ in kinds]
-        self.adaptive = [adaptive for _, _, adaptive, _ in kinds]
+        self.replicas = [replicas for _, replicas, _, _, _ in kinds]
+        self.adaptive = [adaptive for _, _, adaptive, _, _ in kinds]
         self.parts: list[tuple[Passes, list[int]]] = [
-            (chosen(members.take(places) if len(kinds) > 1 else members), places)
-            for (_, _, _, chosen), places in kinds.items()
+            (chosen(replace(members.take(places) if len(kinds) > 1 else members, format=stored)), places)
+            for (_, _, _, chosen, stored), places in kinds.items()
         ]
-        self.draws = [torch.zeros(1, dtype=torch.int64, device=device) for device, _, _, _ in kinds]
+        self.draws = [torch.zeros(1, dtype=torch.int64, device=device) for device, _, _, _, _ in kinds]
+        self.has_corrections = any(stored.correction_bits > 0 for stored in formats)
+        self.rounds_state = any(stored.state_bits < 32 for stored in formats)
         self.numels = [p.numel() for p in params]
         # Only these may have a gradient whose sign torch keeps in a bit beside it, as of an imaginary part: larger ones
         # would have gaps.
@@ -103,11 +114,14 @@ class Plan:
             for j, i in enumerate(places):
                 self.signs_in_registers[i] = part.signs_in_registers(j)
         self.has_curvature = False
+        self.has_own_grads = False
         self.constants = Constants()
         self.states: list[dict[str, Any]] = []
         self._state_places: list[list[int]] = []
         self._state_tensors: list[list[Tensor]] = []
         self._counts = [0] * len(self.parts)  # updates of each part before the one at hand
+        self._devices = list(dict.fromkeys(device for device, *_ in kinds if device.type == "cuda"))
+        self._streams = list(map(stream_of, self._devices))  # that took the last call
 
     def is_current(self, *, in_form: bool = True) -> bool:
         """Whether the parameters still are where and what they were. ``p.data = ...`` and ``model.to()`` change that.
@@ -159,20 +173,43 @@ class Plan:
         for passes, positions in self.parts:
             passes.bind_grads(self._split_tensors(grads, positions), overwrite=overwrite)
 
-    def bind_state(self, states: list[dict[str, Any]], keys: Sequence[str]) -> None:
-        """Hands the tensors under these keys, m, D and x where it is kept there, to the passes, if they are new."""
+    def bind_state(
+        self, states: list[dict[str, Any]], keys: Sequence[str], compact_keys: Sequence[str] = ("", "", "")
+    ) -> None:
+        """Hands state to the passes, if it is new.
+
+        Args:
+            states: Of every parameter.
+            keys: Of m, D, and x where it is kept there.
+            compact_keys: Of the correction, the scales of m and those of D, which some formats have.
+        """
         self._begin_call()
         tensors = [list(map(itemgetter(key), states)) for key in keys]
+        compact = self._compact_columns(states, compact_keys)
+        tensors += [column for columns in compact for column in columns if column is not None]
         # Nobody but us makes these tensors, so the same one at the same address is as large as it was.
         places = [list(map(address, self._local(column))) for column in tensors]
         if places == self._state_places and all(map(_are_same, tensors, self._state_tensors)):
             self.states = states
             return
-        for number, (key, column) in enumerate(zip(keys, tensors, strict=True)):
-            self._check_state(key, column, is_x=number == 2)
-        for passes, positions in self.parts:
-            passes.bind_state(*(self._split_tensors(column, positions) for column in tensors))
+        for number, (key, column) in enumerate(zip(keys, tensors, strict=False)):
+            self._check_state(key, column, number)
+        for (passes, positions), columns in zip(self.parts, compact, strict=True):
+            passes.bind_state(*(self._split_tensors(column, positions) for column in tensors[: len(keys)]))
+            passes.bind_compact(*(None if column is None else self._local(column) for column in columns))
         self.states, self._state_places, self._state_tensors = states, places, tensors
+
+    def _compact_columns(
+        self, states: list[dict[str, Any]], keys: Sequence[str]
+    ) -> list[tuple[list[Tensor] | None, ...]]:
+        """Of each part, corrections and scales of its parameters, None where its format has none."""
+        found: list[tuple[list[Tensor] | None, ...]] = []
+        for passes, positions in self.parts:
+            stored = passes.members.format
+            wanted = (stored.correction_bits > 0, stored.state_bits == 8, stored.state_bits == 8)
+            pairs = zip(keys, wanted, strict=True)
+            found.append(tuple([states[i][key] for i in positions] if there else None for key, there in pairs))
+        return found
 
     @property
     def xs(self) -> list[Tensor]:
@@ -182,10 +219,17 @@ class Plan:
     def _begin_call(self) -> None:
         for passes, _ in self.parts:
             passes.begin_call()
+        streams = list(map(stream_of, self._devices))
+        if streams != self._streams:
+            # Memory that was made on another stream: it must not be handed out there before this one is done with it.
+            used_here([*self.draws, *self.constants.kept(), *chain.from_iterable(p.kept() for p, _ in self.parts)])
+            self._streams = streams
 
-    def _check_state(self, key: str, tensors: list[Tensor], *, is_x: bool) -> None:
-        for name, param, tensor in zip(self.names, self.params, tensors, strict=True):
-            expected = param.dtype if is_x else reference.compute_dtype(param.dtype)
+    def _check_state(self, key: str, tensors: list[Tensor], number: int) -> None:
+        """Raises if a tensor of m (0), D (1) or x (2) does not fit its parameter."""
+        rows = zip(self.names, self.params, tensors, self.formats, strict=True)
+        for name, param, tensor, stored in rows:
+            expected = param.dtype if number == 2 else stored.dtypes(param.dtype)[number]
             if tensor.dtype != expected:
                 raise RuntimeError(
                     f"{self.caller}: {name} is {param.dtype}, but its {key!r} is {tensor.dtype}, expected {expected}: "
@@ -264,6 +308,11 @@ class Plan:
         """Whether parameters hold x + ε of an ascent."""
         return any(passes.x_in_backup for passes, _ in self.parts)
 
+    def forget_backups(self) -> None:
+        """Gives up x of every parameter, which is not where an ascent would have put it."""
+        for passes, _ in self.parts:
+            passes.forget_backups()
+
     def _differs(self, i: int) -> bool:
         """Whether a parameter in new memory holds anything else than the memory that it had."""
         now = local(self.params[i].data)
@@ -340,6 +389,7 @@ class Plan:
                 *(scalars, self._split(cohorts, positions), mine, seed, draw),
                 restore=restore,
                 noise_draw=number if stochastic else None,
+                state_draw=number if passes.members.format.state_bits < 32 else None,
                 sample=self.variant.sample,
                 zero_is_seen=zero_is_seen,
                 adaptive=adaptive,

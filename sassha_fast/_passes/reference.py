@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import formats, reference
+from ..formats import FULL, Format
 from ..variant import Sample
 from .layout import (
     JOURNAL_WORDS,
@@ -42,6 +43,7 @@ class Members:
         names: What to call each in an error.
         shards: Where each lies in its parameter, None if it is the whole of it; empty if all are.
         caller: What errors call the optimizer.
+        format: How all of them and their state are stored.
     """
 
     weights: list[Tensor]
@@ -51,6 +53,7 @@ class Members:
     names: list[str]
     shards: Sequence[Shard | None] = ()
     caller: str = "SASSHA"
+    format: Format = FULL
 
     def shard(self, i: int) -> Shard | None:
         """Where member ``i`` lies in its parameter."""
@@ -71,6 +74,7 @@ class Members:
             [self.names[i] for i in positions],
             [self.shards[i] for i in positions] if self.shards else (),
             self.caller,
+            self.format,
         )
 
 
@@ -150,9 +154,9 @@ class Passes:
     name = "reference"
 
     @classmethod
-    def takes(cls, weight: Tensor) -> bool:
-        """Whether these passes work on a tensor as it lies in memory."""
-        del weight
+    def takes(cls, weight: Tensor, stored: Format = FULL) -> bool:
+        """Whether these passes work on a tensor as it lies in memory, if it is stored so."""
+        del weight, stored
         return True
 
     def __init__(self, members: Members) -> None:
@@ -163,6 +167,10 @@ class Passes:
         self.exp_avgs: list[Tensor] = []
         self.hessians: list[Tensor] = []
         self.xs: list[Tensor] | None = None  # x of every member, where it is kept in state
+        self.corrections: list[Tensor] | None = None
+        self.exp_avg_scales: list[Tensor] | None = None
+        self.hessian_scales: list[Tensor] | None = None
+        self._rounding: tuple[int, Tensor | None] = (0, None)  # seed and draw with which the last update rounded state
         self.firsts: list[Tensor] = []
         self.products: Products | None = None  # of the last update
         self.found = Stepped()
@@ -182,6 +190,10 @@ class Passes:
     def begin_call(self) -> None:
         """A call of the optimizer begins, in a capture of CUDA or outside of one. Only a device needs to know."""
 
+    def kept(self) -> list[Tensor]:
+        """Memory beside parameters and state that the next calls go on using."""
+        return list(self.backups)
+
     def _write(self, tensors: list[Tensor], values: list[Tensor], word: int, value: int) -> None:
         """Copies values to their tensors and a number into the journal, in one call."""
         torch._foreach_copy_([*tensors, self.journal[word]], [*values, torch.tensor(value, device="cpu")])
@@ -189,6 +201,12 @@ class Passes:
     def bind_state(self, exp_avgs: list[Tensor], hessians: list[Tensor], xs: list[Tensor] | None = None) -> None:
         """Sets m and D of every member, and x where it is kept in state: the parameter then holds x + ε."""
         self.exp_avgs, self.hessians, self.xs = exp_avgs, hessians, xs
+
+    def bind_compact(
+        self, corrections: list[Tensor] | None, exp_avg_scales: list[Tensor] | None, hessian_scales: list[Tensor] | None
+    ) -> None:
+        """Sets what goes with m, D and x where :attr:`Members.format` stores them in fewer bits."""
+        self.corrections, self.exp_avg_scales, self.hessian_scales = corrections, exp_avg_scales, hessian_scales
 
     def bind_firsts(self, firsts: list[Tensor]) -> None:
         """Sets the gradients of the first pass, for :meth:`gap_sums` and :meth:`decompose`."""
@@ -223,8 +241,8 @@ class Passes:
         del take_grads  # memory is no concern here
         members, moved = self.members, []
         for i, (weight, grad, group) in enumerate(zip(members.weights, self.grads, members.groups, strict=True)):
-            noise = self._noise(i, seed, draw, reference.ASCENT_NOISE)
-            moved.append(reference.ascend(weight, grad, scales[group], adaptive=adaptive, noise=noise))
+            noise, x = self._noise(i, seed, draw, reference.ASCENT_NOISE), self._corrected(i, weight)
+            moved.append(reference.ascend(weight, grad, scales[group], adaptive=adaptive, noise=noise, weight=x))
         self.backups = [weight.clone() for weight in members.weights]
         self._write(members.weights, moved, X_IN_BACKUP, 1)
         self.grads = []
@@ -245,7 +263,8 @@ class Passes:
         assert self.xs is not None
         for i, weight in enumerate(self.members.weights):
             noise, scale = self._noise(i, seed, draw, reference.ASCENT_NOISE), scales[self.members.groups[i]]
-            weight.copy_(reference.ascend(self.xs[i], self.exp_avgs[i], scale, adaptive=adaptive, noise=noise))
+            x, m = self._corrected(i, self.xs[i]), self._momentum(i)
+            weight.copy_(reference.ascend(self.xs[i], m, scale, adaptive=adaptive, noise=noise, weight=x))
 
     def show_x(self) -> None:
         """Writes x, which is kept in state, into the parameters."""
@@ -294,6 +313,7 @@ class Passes:
         *,
         restore: bool = False,
         noise_draw: Tensor | None = None,
+        state_draw: Tensor | None = None,
         sample: Sample = Sample.ABS,
         zero_is_seen: bool = False,
         adaptive: bool = False,
@@ -309,6 +329,7 @@ class Passes:
             restore: Take x from the backups of the ascent, which is undone on the way.
             noise_draw: Draw of the noise that rounds reduced-precision parameters stochastically, one int64 on the
                 device; None rounds them to nearest.
+            state_draw: Draw of the noise that rounds m and D where they have fewer bits, likewise.
             sample: What a refresh adds to D.
             zero_is_seen: Whether elements without gradient and product have no curvature, rather than the one they had.
             adaptive: Weigh m by |x| in the sum of squares.
@@ -318,23 +339,92 @@ class Passes:
         """
         if restore:
             self.restore()
-        rows: list[tuple[Tensor, Tensor, Tensor]] = []
-        tallies = []
+        self._rounding = seed, state_draw
+        rows: list[tuple[Tensor, Tensor]] = []
+        tallies, targets, values = [], [], []
         for i, weight in enumerate(self.updated):
             row = scalars[cohorts[i]]
             h = None if products is None else self._signed(products, i, seed, draw)
             noise = self._noise(i, seed, noise_draw, reference.UPDATE_NOISE)
-            tensors = (weight, self.grads[i], self.exp_avgs[i], self.hessians[i])
-            rows.append(reference.step(*tensors, row, h, noise, sample, zero_is_seen=zero_is_seen))
+            x = self._corrected(i, weight)
+            tensors = (weight if x is None else x, self.grads[i], self._momentum(i), self._curvature(i))
+            found = reference.step(*tensors, row, h, noise, sample, zero_is_seen=zero_is_seen)
+            stored = self._stored(i, *found[:2], None if h is None else found[2])
+            if isinstance(row.skip, Tensor) or row.skip:  # then nothing is encoded again
+                skip = torch.as_tensor(row.skip, device=weight.device) != 0
+                stored = [(target, torch.where(skip, target, value)) for target, value in stored]
+            rows.append((stored[0][1], found[1]))
+            targets += [target for target, _ in stored]
+            values += [value for _, value in stored]
             if products is not None:
                 tallies.append(tally(h, row, self.grads[i], zero_is_seen=zero_is_seen))
-        xs, moments, curvatures = (list(column) for column in zip(*rows, strict=True))
+        xs, moments = (list(column) for column in zip(*rows, strict=True))
         sums = None if self.xs is None else self._momentum_sums(moments, xs, adaptive)
         self.found = Stepped(torch.stack(tallies) if products is not None else None, sums)
-        targets = [*self.updated, *self.exp_avgs, *self.hessians]
         self.products = products
-        self._write(targets, [*xs, *moments, *curvatures], UPDATES, self.updates + 1)
+        self._write(targets, values, UPDATES, self.updates + 1)
         return self.found
+
+    # ---- what is stored in fewer bits -----------------------------------------------------------------------------
+
+    def _corrected(self, i: int, weight: Tensor) -> Tensor | None:
+        """x of one member in float32 where a correction lies beside it; None elsewhere."""
+        return None if self.corrections is None else formats.weight_of(weight, self.corrections[i])
+
+    def _momentum(self, i: int) -> Tensor:
+        """m of one member in the dtype in which it is computed."""
+        m, bits = self.exp_avgs[i], self.members.format.state_bits
+        if bits != 8:
+            return m if bits == 32 else m.to(torch.float32)
+        assert self.exp_avg_scales is not None
+        return _as_laid_out(formats.momentum_of(formats.flat(m), self.exp_avg_scales[i]), m)
+
+    def _curvature(self, i: int) -> Tensor:
+        """D of one member, likewise."""
+        d, stored = self.hessians[i], self.members.format
+        if stored.state_bits != 8:
+            return d if stored.state_bits == 32 else d.to(torch.float32)
+        assert self.hessian_scales is not None
+        values = formats.curvature_of(formats.flat(d), self.hessian_scales[i], signed=stored.signed)
+        return _as_laid_out(values, d)
+
+    def _stored(self, i: int, x: Tensor, m: Tensor, d: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """What to write, and where, to store the next x, m and D of one member, if there is a new D; x is the first."""
+        weight, bits = self.updated[i], self.members.format.state_bits
+        pairs = [(weight, x)]
+        if self.corrections is not None:
+            p, correction = formats.encode_weight(x, weight.dtype, self.members.format.correction_bits)
+            pairs = [(weight, p), (self.corrections[i], correction)]
+        curvature = [] if d is None else self._stored_curvature(i, d)
+        if bits == 32:
+            return [*pairs, (self.exp_avgs[i], m), *curvature]
+        noise, values = self._state_noise(i, formats.MOMENTUM_NOISE), formats.flat(_like(m, self.exp_avgs[i]))
+        if bits == 16:
+            pairs.append((formats.flat(self.exp_avgs[i]), formats.encode_momentum16(values, noise)))
+        else:
+            assert self.exp_avg_scales is not None
+            codes, scales = formats.encode_momentum(values, noise)
+            pairs += [(formats.flat(self.exp_avgs[i]), codes), (self.exp_avg_scales[i], scales)]
+        return [*pairs, *curvature]
+
+    def _stored_curvature(self, i: int, d: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The same for D alone."""
+        hessian, stored = self.hessians[i], self.members.format
+        if stored.state_bits == 32:
+            return [(hessian, d)]
+        noise, values = self._state_noise(i, formats.CURVATURE_NOISE), formats.flat(_like(d, hessian))
+        if stored.state_bits == 16:
+            return [(formats.flat(hessian), formats.encode_curvature16(values, noise))]
+        assert self.hessian_scales is not None
+        codes, scales = formats.encode_curvature(values, noise, signed=stored.signed)
+        return [(formats.flat(hessian), codes), (self.hessian_scales[i], scales)]
+
+    def _state_noise(self, i: int, domain: int) -> Tensor | int:
+        """What m or D of one member is rounded with, numbered in the order of memory."""
+        seed, draw = self._rounding
+        if draw is None:
+            return formats.NEAREST
+        return reference.rounding_noise(formats.flat(self.exp_avgs[i]), self.members.indices[i], seed, draw, domain)
 
     def unseen_sums(self) -> Tensor:
         """After a refresh: what it did not see of every member.
@@ -347,25 +437,27 @@ class Passes:
         assert tallies is not None
         nothing = torch.zeros(UNSEEN_WORDS, dtype=torch.float64, device=tallies.device)
         sums = []
-        for product, grad, hessian, seen in zip(*self._refreshed(), tallies[:, 2], strict=True):
+        for i, (product, grad, seen) in enumerate(zip(*self._refreshed(), tallies[:, 2], strict=True)):
             on_host = tallies.device.type == "cpu"
             if product is None or (on_host and seen == grad.numel()):
                 sums.append(nothing)
                 continue
-            found = reference.unseen_sums(hessian, product, grad)
+            found = reference.unseen_sums(self._curvature(i), product, grad)
             sums.append(found if on_host else torch.where(seen < grad.numel(), found, nothing))
         return torch.stack(sums)
 
     def fill_unseen(self, sums: Tensor) -> None:
         """Gives elements that no refresh has seen yet the mean curvature of the others of their parameter."""
-        for product, grad, hessian, row in zip(*self._refreshed(), sums, strict=True):
+        for i, (product, grad, row) in enumerate(zip(*self._refreshed(), sums, strict=True)):
             if product is not None and (sums.device.type != "cpu" or bool(row[0])):
-                hessian.copy_(reference.filled(hessian, product, grad, row))
+                d = reference.filled(self._curvature(i), product, grad, row)
+                for target, value in self._stored_curvature(i, d):
+                    target.copy_(value)
 
-    def _refreshed(self) -> tuple[Sequence[Tensor | None], list[Tensor], list[Tensor]]:
-        """Products, gradients and curvatures of the last update."""
+    def _refreshed(self) -> tuple[Sequence[Tensor | None], list[Tensor]]:
+        """Products and gradients of the last update."""
         values: Sequence[Tensor | None] = [None] * len(self.grads) if self.products is None else self.products.values
-        return values, self.grads, self.hessians
+        return values, self.grads
 
     def end_step(self) -> None:
         """Lets go of the gradients and products of an update."""
@@ -397,6 +489,20 @@ class Passes:
         if kind == PROBE_GRADIENT:
             value = reference.finite_difference(value, self.grads[i])
         return value * reference.rademacher(value, self.members.indices[i], seed, draw)
+
+
+def _as_laid_out(values: Tensor, like: Tensor) -> Tensor:
+    """Values in the order of memory as a tensor of the shape and strides of another one without gaps."""
+    out = torch.empty_strided(like.shape, like.stride(), dtype=values.dtype, device=values.device)
+    formats.flat(out).copy_(values)
+    return out
+
+
+def _like(values: Tensor, like: Tensor) -> Tensor:
+    """Values in memory of the order of another tensor without gaps."""
+    if values.stride() == like.stride():
+        return values
+    return torch.empty_strided(like.shape, like.stride(), dtype=values.dtype, device=values.device).copy_(values)
 
 
 def tally(h: Tensor | None, scalars: StepScalars, grad: Tensor, *, zero_is_seen: bool) -> Tensor:

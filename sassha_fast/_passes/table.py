@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..formats import FULL, Format
 from ..variant import Sample
 from . import layout
 from .accessors import address, dtype, is_contiguous, numel
@@ -34,10 +35,14 @@ class TablePasses(Passes, ABC):
     A backend provides the methods under "kernels".
     """
 
+    takes_compact = False  # whether there are kernels for all formats
+
     @override
     @classmethod
-    def takes(cls, weight: Tensor) -> bool:
+    def takes(cls, weight: Tensor, stored: Format = FULL) -> bool:
         """Kernels need elements without gaps, and in logical order where rounding noise is numbered by element."""
+        if stored != FULL and not cls.takes_compact:
+            return False
         if weight.dtype in (torch.float32, torch.float64):
             return bool(torch.ops.aten.is_non_overlapping_and_dense(weight))
         return weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
@@ -52,6 +57,7 @@ class TablePasses(Passes, ABC):
         self.columns = self.table.unbind(1)
         self.columns[layout.INDEX].copy_(integers(members.indices))
         self.columns[layout.GROUP].copy_(integers(members.groups))
+        self.columns[layout.FORMAT].fill_(members.format.code)
         self.bind(layout.PARAM, self.weights)
         # Members whose elements the kernels can number: in logical order, and not a part of their parameter.
         self.numbered = [w.is_contiguous() and members.shard(i) is None for i, w in enumerate(self.weights)]
@@ -60,6 +66,7 @@ class TablePasses(Passes, ABC):
         self._is_bound = False  # whether anything is known about the memory of gradients
         self._sizes, self._dtypes = list(map(numel, self.weights)), list(map(dtype, self.weights))
         self._shared = 0  # gradients that share memory with others
+        self._backs_up_in_grads = False  # whether the table says that x is kept in the memory of the bound gradients
         self._spare: list[Tensor] = []  # memory for x where gradients need theirs, from the first such ascent on
         self._refitted: list[tuple[Tensor, Tensor]] = []  # gradients in another layout, and their copies
 
@@ -68,7 +75,19 @@ class TablePasses(Passes, ABC):
     @override
     def bind_state(self, exp_avgs: list[Tensor], hessians: list[Tensor], xs: list[Tensor] | None = None) -> None:
         super().bind_state(exp_avgs, hessians, xs)
-        for column, tensors in ((layout.EXP_AVG, exp_avgs), (layout.HESSIAN, hessians), (layout.BACKUP, xs)):
+        self._bind_columns({layout.EXP_AVG: exp_avgs, layout.HESSIAN: hessians, layout.BACKUP: xs})
+
+    @override
+    def bind_compact(
+        self, corrections: list[Tensor] | None, exp_avg_scales: list[Tensor] | None, hessian_scales: list[Tensor] | None
+    ) -> None:
+        super().bind_compact(corrections, exp_avg_scales, hessian_scales)
+        scales = {layout.EXP_AVG_SCALE: exp_avg_scales, layout.HESSIAN_SCALE: hessian_scales}
+        self._bind_columns({layout.CORRECTION: corrections, **scales})
+
+    def _bind_columns(self, columns: Mapping[int, list[Tensor] | None]) -> None:
+        """Writes state into columns, those of None excepted."""
+        for column, tensors in columns.items():
             misfits, _ = self.bind(column, tensors) if tensors is not None else (0, 0)
             if misfits:
                 raise RuntimeError(
@@ -82,6 +101,7 @@ class TablePasses(Passes, ABC):
 
     @override
     def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
+        self._backs_up_in_grads = False
         if self._is_bound and not overwrite and self.all_row_major and self._fit(grads):
             # Nothing to find out about the gradients but where they are, which is cheaper than handing them over.
             addresses = array("q", map(address, grads))
@@ -93,6 +113,7 @@ class TablePasses(Passes, ABC):
         if overwrite and self._shared == 0 and self.xs is None:
             # Where x will most likely be kept. The norm then takes the table of the ascent.
             self.columns[layout.BACKUP].copy_(self.columns[layout.GRAD])
+            self._backs_up_in_grads = True
         self._refitted = []
         if self.grads is not grads:
             self._refitted = [(g, copy) for g, copy in zip(grads, self.grads, strict=True) if copy is not g]
@@ -133,6 +154,10 @@ class TablePasses(Passes, ABC):
             self._keep.append(value)  # type: ignore[arg-type]
         self.columns[layout.PRODUCT].copy_(integers(addresses))
 
+    @override
+    def kept(self) -> list[Tensor]:
+        return [*super().kept(), *self._spare]
+
     def doubles(self, *sizes: int) -> Tensor:
         """Memory for sums, which a kernel fills."""
         return torch.empty(sizes, dtype=torch.float64, device=self.device)
@@ -157,7 +182,8 @@ class TablePasses(Passes, ABC):
     ) -> None:
         if self._shared == 0 and (take_grads if isinstance(take_grads, bool) else all(take_grads)):
             self.backups = self.grads
-            self.columns[layout.BACKUP].copy_(self.columns[layout.GRAD])
+            if not self._backs_up_in_grads:
+                self.columns[layout.BACKUP].copy_(self.columns[layout.GRAD])
         else:
             self.backups = self._backups(take_grads)
             self.bind(layout.BACKUP, self.backups)
@@ -239,6 +265,7 @@ class TablePasses(Passes, ABC):
         *,
         restore: bool = False,
         noise_draw: Tensor | None = None,
+        state_draw: Tensor | None = None,
         sample: Sample = Sample.ABS,
         zero_is_seen: bool = False,
         adaptive: bool = False,
@@ -256,7 +283,8 @@ class TablePasses(Passes, ABC):
         self.found = Stepped(tallies, squares)
         table, power = self.scalar_table(scalars), common_power(scalars)
         args = (table, seed, draw, noise_draw, int(sample), zero_is_seen, adaptive)
-        self.launch("step", *args, tallies, squares, self.journal, power)
+        self._rounding = seed, state_draw
+        self.launch("step", *args, tallies, squares, self.journal, power, state_draw)
         if restore:
             self.backups = []
         return self.found
@@ -269,7 +297,7 @@ class TablePasses(Passes, ABC):
 
     @override
     def fill_unseen(self, sums: Tensor) -> None:
-        self.launch("fill_unseen", sums)
+        self.launch("fill_unseen", sums, *self._rounding)
 
     @override
     def end_step(self) -> None:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from typing_extensions import override
 
+from .. import formats
 from ..triton_kernels import access, gap, math, norm, perturb, probe, step, unseen
 from . import layout
 from .layout import DeviceScalars, Scalars
@@ -28,6 +29,7 @@ class TritonPasses(TablePasses):
     """Passes of the Triton kernels. The methods with the names of operators are what :meth:`launch` runs."""
 
     name = "triton"
+    takes_compact = True
 
     def __init__(self, members: Members) -> None:
         """Writes the table, and beside it which chunk each program takes."""
@@ -54,6 +56,11 @@ class TritonPasses(TablePasses):
     @override
     def begin_call(self) -> None:
         self.mirrors.begin()
+
+    @override
+    def kept(self) -> list[Tensor]:
+        chunks = [self.chunks, self.numbered_chunks, *([] if self.sign_chunks is None else self.sign_chunks[1:])]
+        return [*super().kept(), *self.mirrors.kept(), *(tensor for each in chunks for tensor in each.kept())]
 
     def device_table(self) -> Tensor:
         """The table where the kernels read it. It is uploaded only if it has changed."""
@@ -85,16 +92,29 @@ class TritonPasses(TablePasses):
                     f"{self.members.caller}: {self.members.names[position]} is on {weight.device}, but its gradient or "
                     f"state is on {tensor.device}; move the model before the optimizer is built, or reload its state"
                 )
-            expected = weight.dtype
-            if column in (layout.EXP_AVG, layout.HESSIAN) and expected != torch.float64:
-                expected = torch.float32
-            fits = tensor.layout == torch.strided and tensor.dtype == expected and _same_order(tensor, weight)
+            fits = tensor.layout == torch.strided and self._fits_row(column, tensor, weight)
             misfits += not fits
             addresses.append(tensor.data_ptr() if fits else 0)
         if misfits:
             return misfits, 0
         self.columns[column].copy_(torch.frombuffer(addresses, dtype=torch.int64))
         return 0, self._mark_owned(tensors) if column == layout.GRAD else 0
+
+    def _fits_row(self, column: int, tensor: Tensor, weight: Tensor) -> bool:
+        """Whether a tensor is what a column of the row of ``weight`` holds."""
+        stored, scales = (
+            self.members.format,
+            {layout.EXP_AVG_SCALE: torch.float32, layout.HESSIAN_SCALE: torch.bfloat16},
+        )
+        if column in scales:
+            groups = (formats.groups_of(weight.numel()),)
+            return tensor.dtype == scales[column] and tensor.shape == groups and tensor.is_contiguous()
+        expected = weight.dtype
+        if column in (layout.EXP_AVG, layout.HESSIAN):
+            expected = stored.dtypes(weight.dtype)[column == layout.HESSIAN]
+        elif column == layout.CORRECTION:
+            expected = stored.correction_dtype
+        return tensor.dtype == expected and _same_order(tensor, weight)
 
     def _mark_owned(self, grads: Sequence[Tensor]) -> int:
         """Marks the rows whose gradient is alone in its storage, and returns how many are not."""
@@ -153,7 +173,7 @@ class TritonPasses(TablePasses):
     def _ascend(self, kernel: Any, scales: Tensor, adaptive: bool, seed: int, draw: Tensor) -> None:
         table = self.device_table()
         for kind, chunks in self.chunks.launches:
-            constants = {"T": KERNEL_DTYPES[kind], "ADAPTIVE": adaptive}
+            constants = {"T": KERNEL_DTYPES[kind], "ADAPTIVE": adaptive, "FORMAT": self.members.format.code}
             self.launcher(kernel, len(chunks), table, chunks, scales, draw, seed, **constants)
 
     def run_gap_sums(self, sums: Tensor) -> None:
@@ -174,15 +194,22 @@ class TritonPasses(TablePasses):
         # Rows of which everything was seen leave their partial results alone.
         table, partials = self.device_table(), self.doubles(self.chunks.total, layout.UNSEEN_WORDS).zero_()
         for kind, chunks in self.chunks.launches:
-            tensors = (table, chunks, tallies, partials)
-            self.launcher(unseen.unseen_sums, len(chunks), *tensors, T=KERNEL_DTYPES[kind])
+            tensors, constants = (table, chunks, tallies, partials), {"T": KERNEL_DTYPES[kind]}
+            self.launcher(unseen.unseen_sums, len(chunks), *tensors, FORMAT=self.members.format.code, **constants)
         sums.copy_(self._finish(partials, self.chunks.row_spans, layout.UNSEEN_WORDS))
 
-    def run_fill_unseen(self, sums: Tensor) -> None:
+    def run_fill_unseen(self, sums: Tensor, seed: int, state_draw: Tensor | None) -> None:
         """The mean curvature of every row into those of its elements that no refresh has seen."""
-        table = self.device_table()
+        table, form = self.device_table(), self._form_of_state(state_draw)
+        state_draw = state_draw if form["STATE_AT_RANDOM"] else None
         for kind, chunks in self.chunks.launches:
-            self.launcher(unseen.fill_unseen, len(chunks), table, chunks, sums, T=KERNEL_DTYPES[kind])
+            tensors = (table, chunks, sums, state_draw)
+            self.launcher(unseen.fill_unseen, len(chunks), *tensors, seed, T=KERNEL_DTYPES[kind], **form)
+
+    def _form_of_state(self, state_draw: Tensor | None) -> dict[str, Any]:
+        """What kernels that write state are made for."""
+        stored = self.members.format
+        return {"FORMAT": stored.code, "STATE_AT_RANDOM": state_draw is not None and stored.state_bits < 32}
 
     def run_step(
         self,
@@ -197,6 +224,7 @@ class TritonPasses(TablePasses):
         squares: Tensor | None,
         journal: Tensor,
         power: float | None,
+        state_draw: Tensor | None,
     ) -> None:
         """The update; with products where there are ``tallies`` to fill, of x in state where there are ``squares``."""
         table, total = self.device_table(), self.chunks.total
@@ -210,10 +238,20 @@ class TritonPasses(TablePasses):
             "ZERO_IS_SEEN": zero_is_seen,
             "IN_STATE": squares is not None,
             "ADAPTIVE": adaptive,
+            **self._form_of_state(state_draw),
         }
+        state_draw = state_draw if form["STATE_AT_RANDOM"] else None
         for kind, chunks in self.chunks.launches:
             at_random = noise is not None and kind in REDUCED
-            tensors = (table, chunks, scalars, partial_tallies, partial_squares, noise if at_random else None)
+            tensors = (
+                table,
+                chunks,
+                scalars,
+                partial_tallies,
+                partial_squares,
+                noise if at_random else None,
+                state_draw,
+            )
             constants = {"T": KERNEL_DTYPES[kind], "AT_RANDOM": at_random, **form}
             self.launcher(step.step, len(chunks), *tensors, seed, draw, **constants)
         if tallies is not None:

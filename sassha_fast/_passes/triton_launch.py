@@ -53,6 +53,10 @@ class Chunks:
         group_spans = _spans(torch.bincount(belongs[rows], minlength=n_groups))
         self.group_spans = [uploader.upload(level) for level in _levels(group_spans)]
 
+    def kept(self) -> list[Tensor]:
+        """Everything on the device."""
+        return [*(chunks for _, chunks in self.launches), *self.row_spans, *self.group_spans]
+
 
 def _integers(values: Sequence[int]) -> Tensor:
     """In host memory, whatever torch's default device is."""
@@ -99,7 +103,7 @@ class Launcher:
         """Runs a kernel, unless there is nothing to do."""
         if programs == 0:
             return
-        options = access.launch_options(constants.get("T"), self.warp_size)
+        options = access.launch_options(constants.get("T"), self.warp_size, constants.get("FORMAT", 0))
         if self.device.type == "cpu":
             kernel[(programs,)](*args, **constants, **options)
             return

@@ -154,6 +154,10 @@ class Mirrors:
         """Copies that are kept."""
         return len(self._kept)
 
+    def kept(self) -> list[Tensor]:
+        """Memory of all copies."""
+        return [*(mirror.there for mirror in self._kept), *(self._room or ())]
+
     def begin(self) -> None:
         """A call of the optimizer begins: it may be in another capture than the last one, or in none."""
         self._captured = None
@@ -221,6 +225,10 @@ class Constants:
         """Tensors that are kept."""
         return len(self._latest) + len(self._frozen)
 
+    def kept(self) -> list[Tensor]:
+        """All tensors."""
+        return [*self._latest.values(), *self._frozen.values()]
+
     def constant(
         self, values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.float64, *, name: Any = None
     ) -> Tensor:
@@ -250,7 +258,9 @@ class Constants:
         return found
 
     def vector(self, values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-        """Numbers and 0-d tensors as one float64 tensor on the device."""
+        """Numbers and 0-d tensors as one float64 tensor on the device. Tensors of the host are numbers there."""
+        if device.type != "cpu":
+            values = [v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for v in values]
         if not any(isinstance(v, Tensor) for v in values):
             return self.constant(values, device)
         parts = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.networks import GPT, language_model, resnet50, small_resnet
+from examples.lib.networks import GPT, language_model, resnet50, small_resnet
 
 TOKENS = 50257  # of GPT-2
 Loss = Callable[[], Tensor]

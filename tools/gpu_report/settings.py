@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TRIAL_TESTS = ("tests/test_philox.py",)
+TRIAL_TESTS = ("tests/kernels/test_philox.py",)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,12 @@ DEFAULT_TORCH = "2.15.0"
 LEFT_OUT = ("torch", "triton", "ruff", "mypy", "clang-format", "mkdocs-material", "mkdocstrings", "latex2mathml")
 
 
+def _stamp(path: Path) -> tuple[int, int]:
+    """Time and size of a file: what tells that it has changed."""
+    about = path.stat()
+    return about.st_mtime_ns, about.st_size
+
+
 @dataclass(frozen=True)
 class Environment:
     """Folders of one torch under VGPU_HOME.
@@ -83,16 +89,25 @@ class Environment:
         done.touch()
 
     def copy_project(self) -> None:
-        """Copies what git knows and what is new, with its times: ninja builds again only what changed."""
-        self.source.mkdir(parents=True, exist_ok=True)
-        for path in self.source.iterdir():
-            if path.name != "build":
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        """Copies what git knows and what is new, with its times: ninja builds again only what changed.
+
+        Files that are the same are left alone, as another command may be running in the copy.
+        """
         listed = build.run("git", "-C", PROJECT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-        for name in filter(None, listed.split("\0")):
-            if (PROJECT / name).exists():
-                (self.source / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(PROJECT / name, self.source / name)
+        wanted = {self.source / name: PROJECT / name for name in filter(None, listed.split("\0"))}
+        wanted = {target: path for target, path in wanted.items() if path.exists()}
+        # Kernels of Triton are installed as a part of the package; see setup.py.
+        kernels, installed = self.source / "triton_kernels", self.source / "sassha_fast" / "triton_kernels"
+        inside = {target: path for target, path in wanted.items() if kernels in target.parents}
+        wanted |= {installed / target.relative_to(kernels): path for target, path in inside.items()}
+        for path in [*self.source.rglob("*")]:
+            built = path.name == "_native.so" or {"build", "__pycache__"} & {*path.relative_to(self.source).parts}
+            if not (built or path.is_dir() or path in wanted):
+                path.unlink()
+        for target, path in wanted.items():
+            if not (target.exists() and _stamp(target) == _stamp(path)):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target)
 
     def build(self) -> None:
         """Builds the stand-in libraries, the native library of the copy, and its kernels for the virtual GPU."""
@@ -105,10 +120,6 @@ class Environment:
         self._quietly(*setup, cwd=self.source, env=variables)
         native = self.source / "build" / "native"
         self._quietly(self.bin / "ninja", "-C", native, "_cuda_sim.so")
-        shutil.copytree(
-            self.source / "triton_kernels", self.source / "sassha_fast" / "triton_kernels", dirs_exist_ok=True
-        )
-        self._link_to_stand_in(site, native)
         cuobjdump = build.find_cuobjdump(site)
         texts = [self._ptx(cuobjdump, path) for path in sorted(native.glob("cuda_*.o"))]
         kernels = build.build_kernels(texts, self.home / "kernels")
@@ -121,13 +132,6 @@ class Environment:
         if done.returncode:
             sys.stderr.write(done.stdout.decode())
             raise SystemExit(f"vgpu: {shlex.join(map(str, command))} failed")
-
-    def _link_to_stand_in(self, site: Path, native: Path) -> None:
-        """Links the native library once more: the wheel has a cudart inside, which would ask for a real driver."""
-        objects = [path for path in native.glob("*.o") if not path.name.startswith(("sim_", "watched_", "careful_"))]
-        torch = ("-Wl,--no-as-needed", f"-L{site / 'torch' / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10")
-        target = self.source / "sassha_fast" / "_native.so"
-        build.run("g++", "-shared", "-o", target, *objects, *torch, f"-L{self.libraries}", "-l:libcudart.so.13")
 
     @staticmethod
     def _ptx(cuobjdump: Path, compiled: Path) -> str:

@@ -14,11 +14,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # the package vgpu, not its modules
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the package vgpu, not its modules
 
-from vgpu.environment import Environment  # noqa: E402
+from vgpu.environment import Environment
 
-DEVICE_TESTS = "tests/test_cuda_device.py"
+DEVICE_TESTS = "tests/kernels/test_cuda_device.py"
 NOT_RUN = (2, 3, 4, 5)  # exit codes of pytest that say nothing about the tests
 # Every tensor is an allocation of its own then, so that bounds are exact.
 EXACT = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
@@ -59,12 +60,12 @@ MUTANTS = (
         said="host code touches device address",
     ),
     Mutant(
-        "a pinned buffer is written again before the queued copy has read it: one for all tables",
+        "a pinned buffer is written again before the queued copy has read it: one for all copies of a size",
         "_passes/upload.py",
-        "        there.copy_(content, non_blocking=True)\n",
-        "        staging = self.__dict__.setdefault('_staging', content.clone().pin_memory())\n"
-        "        there.copy_(staging.copy_(content), non_blocking=True)\n",
-        ("tests/test_parity.py", "-k", "plain and cuda and float32"),
+        "            pinned = values.pin_memory()\n",
+        "            kind = f'{values.dtype} {tuple(values.shape)}'\n"
+        "            pinned = self.__dict__.setdefault(kind, values.pin_memory()).copy_(values)\n",
+        ("tests/kernels/test_parity.py", "-k", "plain and cuda and float32"),
     ),
     Mutant(
         "a row of the table is one element too long",

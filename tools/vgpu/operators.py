@@ -10,7 +10,7 @@ import ctypes
 import faulthandler
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -147,6 +147,11 @@ def _on_host(argument: Any) -> Any:
     return argument.on_host() if isinstance(argument, Place) else argument
 
 
+def _is_mixed(tensors: Sequence[Tensor]) -> bool:
+    """Whether some are on the device, and others, that are no numbers, on the host."""
+    return any(t.is_cuda for t in tensors) and any(t.dim() and not t.is_cuda for t in tensors)
+
+
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +169,8 @@ class QueuedOperator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Queues the operator and returns its results, which are memory that will be written."""
+        if self.label.startswith("_foreach_") and _is_mixed(args[0]):
+            return self._by_device(args, kwargs)
         # torch hands a wrapped number to Python as a number: the overload for scalars is the same then.
         number = any(t and isinstance(a, (int, float, complex)) for t, a in zip(self._is_tensor, args, strict=False))
         op = self._packet if number else self._op
@@ -178,6 +185,17 @@ class QueuedOperator:
         except Exception as error:  # sizes that depend on data; a wrong argument is wrong on the CPU as well
             return self._run_now(op, flat, spec, f"the meta kernel says: {str(error)[:100]}")
         return self._queue(op, flat, spec, metas, outs)
+
+    def _by_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+        """A list of tensors of host and device: torch takes one after the other then, here those of each are taken."""
+        results: dict[int, Tensor] = {}
+        for on_device in (False, True):
+            at = [i for i, tensor in enumerate(args[0]) if tensor.is_cuda == on_device]
+            mine = [[a[i] for i in at] if isinstance(a, (list, tuple)) and len(a) == len(args[0]) else a for a in args]
+            if not on_device and any(map(_is_cuda, tree_flatten(mine)[0])):
+                raise RuntimeError(f"virtual GPU: {self.label} of host tensors with those of the device is not there")
+            results |= dict(zip(at, self._op(*mine, **kwargs) or (), strict=False))
+        return [results[i] for i in sorted(results)] or None
 
     def _queue(self, op: Any, flat: list[Any], spec: Any, metas: list[Any], outs: Any) -> Any:
         given = {}

@@ -1,0 +1,213 @@
+"""What only a GPU can show, or the virtual one: `pytest tests --device cuda`. Elsewhere these tests are skipped."""
+
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from cases import DEVICE
+from training import assert_same_bits, closure_of, make_loss, make_net, snapshot, three_calls
+
+from sassha_fast import GSASSHA, MSASSHA, SASSHA, backends
+
+pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU and --device cuda")
+
+BACKENDS = ("cuda", "triton")
+METHODS = (SASSHA, MSASSHA, GSASSHA)
+OPTIONS = {"lr": 0.03, "rho": 0.05}
+
+
+@contextmanager
+def no_waiting():
+    """Fails on everything in torch that would make the host wait for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says on first use that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def watched_step(opt, loss):
+    """One step in which the optimizer's calls may not wait."""
+    if not isinstance(opt, MSASSHA):
+        loss().backward()
+        with no_waiting():
+            opt.perturb_weights()
+    loss().backward(create_graph=opt.hessian_due)
+    with no_waiting():
+        if not isinstance(opt, MSASSHA):
+            opt.unperturb()
+        opt.step()
+        opt.zero_grad()
+
+
+def mirrors_of(opt):
+    """The tables that the plans of an optimizer keep on the device."""
+    return [passes.mirrors for plan in opt.parts.params._plans.values() for passes, _ in plan.parts]
+
+
+def test_the_guard_of_these_tests_notices_a_wait():
+    value = torch.ones(1)
+    with pytest.raises(RuntimeError), no_waiting():
+        value.item()
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_auto_takes_the_cuda_kernels():
+    assert backends.choose("auto", torch.device("cuda:0")).name == "cuda"
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["eager", "capturable"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_step_waits_for_the_device(backend, method, capturable):
+    net = make_net()
+    opt = method(net.parameters(), **OPTIONS, lazy_hessian=2, backend=backend, capturable=capturable)
+    loss = make_loss(net)
+    for _ in range(3):  # the plan, the first refresh and what came of it
+        opt.step(closure_of(opt, loss))
+        torch.cuda.synchronize()  # so that what a refresh brought is there when the next update asks
+    for _ in range(4):
+        watched_step(opt, loss)
+        torch.cuda.synchronize()
+    assert opt.stats.refreshes == 4
+
+
+@pytest.mark.parametrize("way", ["calls", "closure"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tables_that_are_on_the_device_are_not_copied_again(backend, method, way):
+    net = make_net()
+    opt = method(net.parameters(), **OPTIONS, lazy_hessian=100, backend=backend)
+    loss = make_loss(net)
+
+    def step():
+        if way == "closure":
+            opt.step(closure_of(opt, loss))
+        elif method is MSASSHA:
+            loss().backward(create_graph=opt.hessian_due)
+            opt.step()
+            opt.zero_grad()
+        else:
+            three_calls(opt, loss)
+
+    for _ in range(14):  # until torch's allocator has settled
+        step()
+    before = sum(mirrors.uploads for mirrors in mirrors_of(opt))
+    for _ in range(3):
+        step()
+    assert sum(mirrors.uploads for mirrors in mirrors_of(opt)) == before > 0
+
+
+# ---- refreshes whose outcome is known late ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["eager", "capturable"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_refresh_that_failed_is_known_one_step_later(backend, capturable):
+    def trained(fails):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(300))
+        opt = SASSHA([p], **OPTIONS, lazy_hessian=3, backend=backend, capturable=capturable)
+        due = []
+        for step in range(7):
+            due.append(opt.hessian_due)
+            (p**4).sum().backward()
+            opt.perturb_weights()
+            (p**4).sum().backward(create_graph=opt.hessian_due)
+            if step == 3 and fails:  # its derivative is infinite
+                p.grad.register_hook(lambda grad: grad * torch.inf)
+            opt.unperturb()
+            opt.step()
+            opt.zero_grad()
+        return p, opt, due
+
+    _, opt, due = trained(fails=False)
+    assert due == [True, False, False, True, False, False, True]
+    assert opt.stats.refreshes == 3
+    _, opt, due = trained(fails=True)
+    assert due == [True, False, False, True, False, True, False]
+    assert (opt.stats.refreshes, opt.stats.skipped_refreshes) == (2, 1)
+
+
+# ---- streams and devices ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kernels_run_on_the_current_stream(backend):
+    """A kernel on another stream would not wait for the gradients of this one, which come late."""
+
+    def trained(stream):
+        net = make_net()
+        opt = SASSHA(net.parameters(), **OPTIONS, lazy_hessian=3, backend=backend)
+        loss = make_loss(net)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                torch.cuda._sleep(5_000_000)
+                three_calls(opt, loss)
+        torch.cuda.current_stream().wait_stream(stream)
+        return snapshot(net)
+
+    assert_same_bits(trained(torch.cuda.Stream()), trained(torch.cuda.current_stream()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_of_gradients_from_another_stream_is_not_handed_out_too_early(backend):
+    """The optimizer drops the first gradients on its stream; theirs must not reuse them before it has read x back."""
+
+    def trained(passes, steps):
+        torch.manual_seed(0)
+        net = make_net()
+        opt = SASSHA(net.parameters(), **OPTIONS, lazy_hessian=100, backend=backend)
+        loss = make_loss(net)
+        three_calls(opt, loss)
+        torch.cuda.synchronize()
+        for _ in range(4):
+            for call in (opt.perturb_weights, lambda: (opt.unperturb(), opt.step())):
+                passes.wait_stream(steps)
+                with torch.cuda.stream(passes):
+                    loss().backward()
+                steps.wait_stream(passes)
+                with torch.cuda.stream(steps):
+                    torch.cuda._sleep(5_000_000)
+                    call()
+                if passes is not steps:
+                    with torch.cuda.stream(passes):  # does not wait for the other stream, and takes what is free
+                        for p in net.parameters():
+                            torch.full_like(p, float("nan"))
+            passes.wait_stream(steps)
+            opt.zero_grad()  # gradients of the second pass are the caller's, as with any optimizer
+        torch.cuda.synchronize()
+        return snapshot(net)
+
+    current = torch.cuda.current_stream()
+    assert_same_bits(trained(torch.cuda.Stream(), torch.cuda.Stream()), trained(current, current))
+
+
+@pytest.mark.parametrize("order", [("cpu", "cuda"), ("cuda", "cpu")], ids=["host first", "device first"])
+@pytest.mark.parametrize("method", METHODS)
+def test_parameters_of_host_and_device_are_updated_as_in_one_place(method, order):
+    def trained(devices):
+        params = [torch.nn.Parameter(torch.linspace(0.5, 1.5, 300, device="cpu").to(device)) for device in devices]
+        opt = method(params, **OPTIONS, lazy_hessian=2)
+        for _ in range(4):
+            opt.step(closure_of(opt, lambda: sum((p**4).sum().to("cpu") for p in params)))
+        return [p.detach().cpu() for p in params], opt.stats.refreshes
+
+    (found, refreshes), (expected, wanted) = trained(order), trained(("cpu", "cpu"))
+    assert refreshes == wanted == 2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_parameters_of_two_devices_are_updated_on_their_own():
+    first = torch.nn.Parameter(torch.randn(1000, device="cuda:0"))
+    second = torch.nn.Parameter(first.detach().to("cuda:1"))
+    opt = SASSHA([first, second], lr=0.1, rho=0.0, backend="cuda", n_samples=1)
+    for p in (first, second):
+        (p**4).sum().backward(create_graph=True)
+    opt.step()
+    assert (first.cpu() != second.cpu()).sum() == 0

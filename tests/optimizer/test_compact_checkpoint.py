@@ -1,0 +1,220 @@
+"""Checkpoints of compact state: as they are, in float32, and from any setting into any other."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from compact_runs import COMPACT, METHODS, SETTINGS, SEVEN, Setting, built, decoded, id_of, train, trained
+from tolerances import CURVATURE_RTOL, MOMENTUM_BOUND
+from training import assert_same_bits, assert_same_state, make_loss, make_net, snapshot, state_of
+
+from sassha_fast import SAM, SASSHA
+
+EIGHT = Setting(torch.float32, 8)
+FORMS = {"as_it_is": lambda opt: opt.state_dict(), "in_float32": lambda opt: opt.full_state_dict()}
+DROPPED = "the checkpoint has bits of .* weights"
+
+
+def through_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return len(file.getvalue()), torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def assert_resumes(setting, method, form, **options):
+    options = {"lazy_hessian": 4, **options}
+    net, opt, _ = trained(setting, 7, method, **options)
+    _, saved = through_file({"net": net.state_dict(), "opt": FORMS[form](opt)})
+    train(net, opt, 6)
+    other_net, other = built(setting, method, seed=99, **options)
+    other_net.load_state_dict(saved["net"])
+    other.load_state_dict(saved["opt"])
+    train(other_net, other, 6)
+    assert_same_bits(snapshot(other_net), snapshot(net))
+    assert_same_state(state_of(other), state_of(opt))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("setting", COMPACT, ids=id_of)
+def test_interrupted_and_resumed_equals_uninterrupted(setting, form):
+    assert_resumes(setting, "SASSHA", form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "SASSHA"])
+@pytest.mark.filterwarnings("ignore:MSASSHA. the model's state_dict")
+def test_the_same_of_the_other_methods(method, form):
+    assert_resumes(SEVEN, method, form)
+
+
+def test_a_capturable_run_resumes():
+    assert_resumes(SEVEN, "SASSHA", "as_it_is", capturable=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("target", SETTINGS, ids=id_of)
+@pytest.mark.parametrize("source", [Setting(torch.float32), EIGHT, Setting(torch.bfloat16, 16, 32), SEVEN], ids=id_of)
+def test_every_checkpoint_loads_into_every_setting(source, target, form):
+    net, opt, _ = trained(source, 12)
+    other_net, other = built(target, seed=99)
+    other_net.load_state_dict(net.state_dict())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f".*{DROPPED}")
+        other.load_state_dict(through_file(FORMS[form](opt))[1])
+    m, d = MOMENTUM_BOUND, CURVATURE_RTOL
+    for found, wanted in zip(decoded(other), decoded(opt), strict=True):
+        assert torch.allclose(
+            found["exp_avg"], wanted["exp_avg"], rtol=0.0, atol=m * float(wanted["exp_avg"].abs().max())
+        )
+        assert torch.allclose(found["exp_hessian_diag"], wanted["exp_hessian_diag"], rtol=d, atol=0.0)
+        unknown = [torch.signbit(entry["exp_hessian_diag"]) for entry in (found, wanted)]
+        assert torch.equal(*unknown)
+    assert [entry["step"] for entry in state_of(other)] == [12] * 6
+    assert train(other_net, other, 5)[-1] < 2.0
+
+
+def test_a_checkpoint_as_it_is_takes_the_bytes_that_the_state_takes():
+    net = torch.nn.Linear(512, 512, bias=False).bfloat16()
+    opt = SASSHA(net.parameters(), state_bits=8, master_weight_bits=24)
+    (net(torch.randn(4, 512).bfloat16()).float() ** 2).mean().backward(create_graph=True)
+    opt.step()
+    sizes = {form: through_file(save(opt))[0] / 512**2 for form, save in FORMS.items()}
+    assert 3.18 < sizes["as_it_is"] < 3.25
+    assert 12.0 < sizes["in_float32"] < 12.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("target", [Setting(torch.bfloat16), Setting(torch.float32, 8)], ids=id_of)
+def test_corrections_that_are_dropped_are_warned_of_by_name(target, form):
+    _, opt, _ = trained(SEVEN, 3)
+    other_net = make_net(target.dtype)
+    other = SASSHA(other_net.named_parameters(), **target.options)
+    with pytest.warns(
+        UserWarning, match=rf"SASSHA.load_state_dict: {DROPPED}, '0.weight' among them, .*master_weights"
+    ):
+        other.load_state_dict(FORMS[form](opt))
+
+
+def test_a_warning_that_is_an_error_leaves_the_optimizer_as_it_was():
+    _, opt, _ = trained(SEVEN, 3)
+    _, other, _ = trained(EIGHT, 2)
+    before = state_of(other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=DROPPED):
+            other.load_state_dict(opt.state_dict())
+    assert_same_state(state_of(other), before)
+
+
+def test_corrections_that_are_kept_or_that_are_all_0_are_not_warned_of():
+    _, opt, _ = trained(SEVEN, 3)
+    _, fresh = built(SEVEN)
+    make_loss(make_net(torch.bfloat16), torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        built(Setting(torch.bfloat16, 16, 32))[1].load_state_dict(opt.state_dict())
+        built(Setting(torch.bfloat16))[1].load_state_dict(fresh.state_dict())
+
+
+def test_sam_leaves_the_state_of_its_base_optimizer_as_it_is():
+    net = make_net(torch.bfloat16)
+    opt = SAM(net.parameters(), torch.optim.AdamW, lr=0.01, rho=0.05)
+    train(net, opt, 2)
+    before = state_of(opt.base_optimizer)
+    assert before[0]["exp_avg"].dtype == torch.bfloat16
+    opt.load_state_dict(through_file(opt.state_dict())[1])
+    assert_same_state(state_of(opt.base_optimizer), before)
+
+
+# ---- weights for export -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["SASSHA", "MSASSHA"])
+def test_master_weights_go_into_a_float32_model_that_continues(method):
+    net, opt, _ = trained(Setting(torch.bfloat16, 32, 32), 5, method)
+    masters = opt.master_weights(net)
+    assert list(masters) == [name for name, _ in net.named_parameters()]
+    wide = make_net()
+    wide.load_state_dict(masters)
+    x = {name: value.float() for name, value in (net.state_dict() if method == "SASSHA" else _true(net, opt)).items()}
+    for name, value in masters.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value.bfloat16().float(), x[name])  # the parameter is the nearest of its masters
+    assert any(not torch.equal(masters[name], x[name]) for name in masters)
+
+
+def _true(net, opt):
+    with opt.true_weights():
+        return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def test_master_weights_are_copies_of_the_parameters_that_the_optimizer_has():
+    net = make_net()
+    opt = SASSHA(net[0].parameters())
+    masters = opt.master_weights(net)
+    assert list(masters) == ["0.weight", "0.bias"]
+    masters["0.weight"].zero_()
+    assert net[0].weight.any()
+    double = make_net(torch.float64)
+    assert SASSHA(double.parameters()).master_weights(double)["0.weight"].dtype == torch.float64
+
+
+def test_master_weights_of_perturbed_weights_are_refused():
+    net, opt, _ = trained(SEVEN, 2, calls=True)
+    make_loss(net, torch.bfloat16)().backward()
+    opt.perturb_weights()
+    with pytest.raises(RuntimeError, match=r"SASSHA.master_weights: the weights are perturbed"):
+        opt.master_weights(net)
+    opt.unperturb()
+    assert opt.master_weights(net)
+
+
+# ---- damaged --------------------------------------------------------------------------------------------------------
+
+CODES, SCALES = "exp_avg_codes", "exp_avg_scale"
+
+
+def damage(key, change):
+    def apply(entry):
+        entry[key] = change(entry[key])
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("apply", "message"),
+    [
+        (damage(CODES, lambda t: t[1:]), r"'exp_avg' of .* expected codes of shape \(40, 12\)"),
+        (damage(CODES, lambda t: t.float()), r"'exp_avg_codes' of .* expected codes, in place of 'exp_avg'"),
+        (damage(CODES, lambda t: None), r"'exp_avg_codes' of .* expected codes, in place of 'exp_avg'"),
+        (damage(SCALES, lambda t: t[1:]), r"'exp_avg_scale' of .* expected 15 scales of torch.float32"),
+        (damage(SCALES, lambda t: -1 - t), r"'exp_avg_scale' of .* expected finite scales that are not negative"),
+        (damage(SCALES, lambda t: t * torch.nan), r"'exp_avg_scale' of .* expected finite scales"),
+        (
+            damage("exp_hessian_diag_scale", lambda t: t.float()),
+            r"'exp_hessian_diag_scale' of .* expected 15 scales of torch.bfloat16",
+        ),
+        (damage("weight_correction_codes", lambda t: t[:, 1:]), r"'weight_correction' of .* expected codes of shape"),
+        (lambda e: e.pop(SCALES), r"'exp_avg_scale' of .* expected 15 scales"),
+        (lambda e: e.pop(CODES), r"'exp_avg' of .* expected codes of 8 bits beside 'exp_avg_scale'"),
+        (lambda e: e.update(exp_avg=e[CODES]), r"'exp_avg_codes' of .* expected codes, in place of 'exp_avg'"),
+        (lambda e: e.update(exp_avg=7.0), r"'exp_avg_codes' of .* expected codes, in place of 'exp_avg'"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(apply, message):
+    _, opt, _ = trained(SEVEN, 3)
+    saved = through_file(opt.state_dict())[1]
+    apply(saved["state"][0])
+    before = state_of(opt)
+    with pytest.raises(ValueError, match=rf"^SASSHA.load_state_dict: {message}"):
+        opt.load_state_dict(saved)
+    assert_same_state(state_of(opt), before)
+
+
+def test_corrections_outside_of_a_last_place_are_refused():
+    _, opt, _ = trained(SEVEN, 3)
+    saved = opt.full_state_dict()
+    saved["state"][0]["weight_correction"] += 1.0
+    with pytest.raises(ValueError, match=r"'weight_correction' of .*parts of a last place, from -0.5 to 0.5"):
+        opt.load_state_dict(saved)

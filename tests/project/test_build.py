@@ -1,0 +1,104 @@
+"""The build script says what it misses."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+SETUP = Path(__file__).parents[2] / "setup.py"
+
+
+@pytest.fixture(scope="module")
+def build():
+    spec = importlib.util.spec_from_file_location("build_script", SETUP)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def only(tmp_path, monkeypatch):
+    """Makes programs that print a text the only ones to be found."""
+
+    def install(**programs):
+        for name, text in programs.items():
+            path = tmp_path / name
+            path.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{text}\nEND\n")
+            path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        for name in ("CUDA_HOME", "CXX"):
+            monkeypatch.delenv(name, raising=False)
+
+    return install
+
+
+def test_without_nvcc_auto_builds_for_the_cpu_and_1_ends_the_build(build, only, monkeypatch, capsys):
+    only()
+    monkeypatch.setenv("SASSHA_CUDA", "auto")
+    assert build.find_nvcc() is None
+    assert "building without CUDA: nvcc was not found" in capsys.readouterr().out
+    monkeypatch.setenv("SASSHA_CUDA", "1")
+    with pytest.raises(SystemExit, match="SASSHA_CUDA=1, but nvcc was not found; install the CUDA toolkit"):
+        build.find_nvcc()
+
+
+def test_an_old_nvcc_is_named(build, only, monkeypatch):
+    only(nvcc="Cuda compilation tools, release 11.4, V11.4.100")
+    monkeypatch.setenv("SASSHA_CUDA", "1")
+    with pytest.raises(SystemExit, match=r"nvcc is release 11\.4, expected 12\.8 or later"):
+        build.find_nvcc()
+
+
+def test_a_new_nvcc_is_taken_unless_cuda_is_refused(build, only, monkeypatch):
+    only(nvcc="Cuda compilation tools, release 13.0, V13.0.88")
+    monkeypatch.setenv("SASSHA_CUDA", "auto")
+    assert build.find_nvcc().endswith("/nvcc")
+    monkeypatch.setenv("SASSHA_CUDA", "0")
+    assert build.find_nvcc() is None
+    monkeypatch.setenv("SASSHA_CUDA", "yes")
+    with pytest.raises(SystemExit, match="SASSHA_CUDA is 'yes', expected auto, 0 or 1"):
+        build.find_nvcc()
+
+
+def test_a_missing_or_old_host_compiler_is_named(build, only, monkeypatch):
+    only()
+    with pytest.raises(
+        SystemExit, match=r"'g\+\+' was not found; install g\+\+ \(11 or later\), set CXX, or set SASSHA_NATIVE=0"
+    ):
+        build.find_compiler()
+    only(old="9.4.0\nFree Software Foundation")
+    monkeypatch.setenv("CXX", "old")
+    with pytest.raises(SystemExit, match="expected 11 or later"):
+        build.find_compiler()
+
+
+def test_architectures_come_from_the_environment(build, monkeypatch):
+    monkeypatch.setenv("SASSHA_CUDA_ARCHS", "80;90")
+    assert build.arch_flags() == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
+    monkeypatch.delenv("SASSHA_CUDA_ARCHS")
+    assert build.arch_flags()[-1] == "-gencode=arch=compute_120,code=compute_120"
+    monkeypatch.setenv("SASSHA_CUDA_ARCHS", "sm_80")
+    with pytest.raises(SystemExit, match="SASSHA_CUDA_ARCHS has 'sm_80', expected numbers"):
+        build.arch_flags()
+
+
+@pytest.mark.parametrize("missing", ["torch", "ninja"])
+def test_without_torch_or_ninja_the_build_says_to_leave_isolation(build, missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit, match=rf"{missing} can't be imported here; install torch .*--no-build-isolation \."):
+        build.find_needed()
+
+
+def test_the_native_library_can_be_left_out(build, monkeypatch):
+    assert build.native()
+    monkeypatch.setenv("SASSHA_NATIVE", "0")
+    assert not build.native()
+    assert not build.NativeDistribution().has_ext_modules()
+    monkeypatch.setenv("SASSHA_NATIVE", "no")
+    with pytest.raises(SystemExit, match="SASSHA_NATIVE is 'no', expected 0 or 1"):
+        build.native()
