@@ -15,6 +15,8 @@ ON_GPU = "--device cuda" in " ".join(sys.argv).replace("=", " ")
 if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from watchdog import Watchdog  # noqa: E402
+
 from sassha_fast._passes import library as ops  # noqa: E402
 
 # What holds on any device. The other modules are about the CPU, the simulator, or what no device changes.
@@ -99,6 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_default_device("cuda")
     if not ON_GPU:
         _quicken_interpreter()
+        config.pluginmanager.register(Watchdog())
     # A shell starts what it puts into the background with SIGINT ignored, and Python leaves it at that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

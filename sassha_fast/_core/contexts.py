@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -131,7 +131,7 @@ class Switch:
     def __init__(self, make: MakesContext) -> None:
         """Takes what makes the context."""
         self._make = make
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # which only its owner can release
         self._users: set[object] = set()
         self._entered: AbstractContextManager[Any] | None = None
 
@@ -148,19 +148,39 @@ class Switch:
             raise
 
     def _enter(self, user: object) -> None:
-        with self._lock:
+        def enter() -> None:
             self._users.add(user)
             if self._entered is None:
                 # In one line, so that what is switched, by making it or by entering it, is known to be.
                 self._entered = ((made := self._make()).__enter__(), made)[1]
 
+        self._alone(enter)
+
     def _leave(self, user: object) -> None:
         """May be called twice."""
-        with self._lock:
+
+        def leave() -> None:
             self._users.discard(user)
             if not self._users and self._entered is not None:
                 self._entered.__exit__(None, None, None)
                 self._entered = None
+
+        self._alone(leave)
+
+    def _alone(self, change: Callable[[], None]) -> None:
+        """Calls a function while no other thread does.
+
+        Not by ``with self._lock``: an interrupt that arrives when its block is done keeps the lock, and every other
+        thread then waits for ever.
+        """
+        try:
+            self._lock.acquire()
+            change()
+            self._lock.release()
+        except BaseException:
+            with suppress(RuntimeError):  # it is not ours yet, or no longer
+                self._lock.release()
+            raise
 
 
 _MATH_ATTENTION = Switch(partial(sdpa_kernel, SDPBackend.MATH))
@@ -188,10 +208,15 @@ def refresh_contexts(model: nn.Module | None = None) -> list[MakesContext]:
 @contextmanager
 def refresh_context(model: nn.Module | None = None) -> Iterator[None]:
     """All contexts of :func:`refresh_contexts`."""
-    with ExitStack() as stack:
+    stack = ExitStack()
+    try:
         for make in refresh_contexts(model):
             stack.enter_context(make())
         yield
+        stack.close()
+    except BaseException:  # of the pass, or an interrupt at any line here
+        stack.close()
+        raise
 
 
 def within(contexts: Iterable[MakesContext], run: Callable[[], R]) -> R:

@@ -1,9 +1,11 @@
 """Optimizers of several threads: what a refresh switches for the whole process is as it was when all are done."""
 
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
+from interrupts import Tracer, held_switches
 from torch.backends.cuda import flash_sdp_enabled, mem_efficient_sdp_enabled
 from training import closure_of, make_loss, make_net
 
@@ -109,3 +111,24 @@ def test_a_switch_that_can_not_be_turned_is_not_taken_for_turned():
         with pytest.raises(ZeroDivisionError), switch.on():
             pass
     assert calls == ["enter", "enter"]  # and what was never entered is not left
+
+
+def test_an_exception_at_any_line_of_a_switch_keeps_no_other_thread_waiting():
+    """Such as Ctrl-C: the thread that it arrives in would not notice, as the lock is its own."""
+
+    def work():
+        with refresh_context():
+            pass
+
+    counted = Tracer()
+    counted(work)
+    targets = list(counted.targets())
+    assert len(targets) > 20
+    before = switches()
+    for target in targets:
+        with suppress(KeyboardInterrupt):
+            tracer = Tracer(target, KeyboardInterrupt())
+            tracer(work)
+        assert tracer.fired, target
+        assert not held_switches(), target
+        assert switches() == before, target

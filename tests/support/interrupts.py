@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import sassha_fast
 from sassha_fast import MSASSHA
+from sassha_fast._core import contexts
 
 PACKAGE = Path(sassha_fast.__file__).parent
 Call = Callable[..., Any]
@@ -175,6 +177,24 @@ def come_back(opt: Any) -> bool:
     return False
 
 
+def held_switches() -> list[str]:
+    """Switches of the whole process that another thread would wait for."""
+    found = []
+
+    def look() -> None:
+        for name, switch in vars(contexts).items():
+            if isinstance(switch, contexts.Switch):
+                if switch._lock.acquire(blocking=False):
+                    switch._lock.release()
+                else:
+                    found.append(name)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found
+
+
 class Surroundings:
     """Switches of torch and Python outside of the optimizer, which a step may turn only for itself."""
 
@@ -193,6 +213,7 @@ class Surroundings:
             "cuDNN": torch.backends.cudnn.enabled,
             "stance of torch.compile": dynamo and dynamo._stance.stance,
             "warning filters": len(warnings.filters),
+            "locks of switches": held_switches(),
             "BatchNorm's statistics": self.net.norm.track_running_stats,
         }
 
