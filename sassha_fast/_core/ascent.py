@@ -27,7 +27,7 @@ from .step import Ascent, Parts, Step, changed_since, some_of
 class GradientAscent(Ascent):
     """ε = ρ g/‖g‖, where g is the gradient at x. x is kept in the memory of g, or beside it."""
 
-    collector = "unperturb"
+    closing_call = "unperturb"
     probe_recipe = "perturb_weights() (rho may be 0), probe_weights() and unperturb() before step()"
 
     @override
@@ -101,7 +101,7 @@ class GradientAscent(Ascent):
 class NoAscent(GradientAscent):
     """None: gradient and curvature are those at x. Finite differences need the way back of an ascent of length 0."""
 
-    collector = "take_products"
+    closing_call = "take_products"
     probe_recipe = "perturb_weights(), which has no length here, probe_weights() and take_products() before step()"
 
     @override
@@ -119,7 +119,7 @@ class MomentumAscent(Ascent):
     Nothing is ever subtracted again: the update works on x, and the parameter is derived from it.
     """
 
-    collector = "take_products"
+    closing_call = "take_products"
     probe_recipe = "probe_weights() and a backward pass, probes_due times, before step()"
 
     def __init__(self) -> None:

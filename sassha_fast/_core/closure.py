@@ -365,7 +365,7 @@ def _products_of(step: Step, closure: Closure | Accumulated, random: RandomState
     else:
         _replayed(step, closure, random, differentiate=False)
         _probe(step, closure, random)
-        found = step.refresh.from_probes(step.moved, step.parts.ascent.collector, fused=False)
+        found = step.refresh.from_probes(step.moved, step.parts.ascent.closing_call, fused=False)
     step.parts.params.set_grads(kept)
     return found
 

@@ -170,7 +170,7 @@ class Refresh:
             probes.collect(self._params.take_grads())
         probes.advance()
 
-    def from_probes(self, plan: Plan | None, collector: str, *, fused: bool) -> Curvature:
+    def from_probes(self, plan: Plan | None, closing_call: str, *, fused: bool) -> Curvature:
         """The products of the probes that were taken; gives ∇f(x+ε) back to the parameters.
 
         ``fused`` leaves differences to the update. That needs ∇f(x+ε) to stay as it is until then.
@@ -184,9 +184,9 @@ class Refresh:
                 self._stats.skipped_refreshes += 1
                 return Curvature()
             raise RuntimeError(
-                f"{name}.{collector}: this step refreshes the curvature by finite differences, but "
+                f"{name}.{closing_call}: this step refreshes the curvature by finite differences, but "
                 f"{0 if probes is None else probes.done} of {self._options.gradients_per_refresh} probes were taken; "
-                f"run `for _ in range(opt.probes_due): opt.probe_weights(); loss().backward()` before {collector}()"
+                f"run `for _ in range(opt.probes_due): opt.probe_weights(); loss().backward()` before {closing_call}()"
             )
         last = params.take_grads()
         params.set_grads(probes.second_pass)

@@ -189,8 +189,9 @@ class FusedOptimizer(Optimizer, Joinable):
         if call is not None and Step(parts).refresh.scheduled and not parts.params.have_graphs():
             name = parts.options.caller
             raise RuntimeError(
-                f"{name}.step: {call}() came between {parts.ascent.collector}() and step(), and the products of this "
-                f"refresh were given up; call zero_grad() and begin the step again, and {call}() before or after it"
+                f"{name}.step: {call}() came between {parts.ascent.closing_call}() and step(), and the products of "
+                f"this refresh were given up; call zero_grad() and begin the step again, and {call}() before or "
+                "after it"
             )
 
     def _expected(self) -> Step:
@@ -201,7 +202,7 @@ class FusedOptimizer(Optimizer, Joinable):
         step = self._current()
         if step is not None and step.is_away:
             parts = self._parts
-            raise RuntimeError(f"{parts.options.caller}.{caller}: {what}; call {parts.ascent.collector}() first")
+            raise RuntimeError(f"{parts.options.caller}.{caller}: {what}; call {parts.ascent.closing_call}() first")
 
     def _release_step(self) -> None:
         """After an exception: no closure runs any more, and where weights were left away, calls may bring them back."""
@@ -261,7 +262,7 @@ class FusedOptimizer(Optimizer, Joinable):
         if step is not None and step.is_away:
             raise RuntimeError(
                 f"{options.caller}.perturb_weights: the weights are perturbed already; call "
-                f"{self._parts.ascent.collector}() first"
+                f"{self._parts.ascent.closing_call}() first"
             )
         Join.notify_join_context(self)
         if step is None or step.phase is not Phase.BEGUN or step.climbed:  # a new first pass ends what was left open
@@ -342,7 +343,8 @@ class FusedOptimizer(Optimizer, Joinable):
         if step is not None and step.is_away:
             parts = self._parts
             raise RuntimeError(
-                f"{parts.options.caller}.step: the weights are still perturbed; call {parts.ascent.collector}() first"
+                f"{parts.options.caller}.step: the weights are still perturbed; call "
+                f"{parts.ascent.closing_call}() first"
             )
 
     @override
@@ -403,7 +405,7 @@ class FusedOptimizer(Optimizer, Joinable):
         """Raises if a step without a closure was given what only passes can use."""
         if any(argument is not None for argument in given):
             parts = self._parts
-            products = f"{parts.ascent.collector}(scaler=scaler) and " if parts.descent.has_curvature else ""
+            products = f"{parts.ascent.closing_call}(scaler=scaler) and " if parts.descent.has_curvature else ""
             raise TypeError(
                 f"{parts.options.caller}.step: ascent_closure, hessian_closure or scaler was given without closure; "
                 f"pass a closure too, or use {products}scaler.step(opt) in a hand-written loop"
@@ -635,7 +637,7 @@ class FusedOptimizer(Optimizer, Joinable):
         self._refuse_while_away(
             "state_dict", "the weights are perturbed, so a checkpoint of the model would not hold them"
         )
-        self.parts.params.settle()
+        self.parts.params.wait_for_refresh()
         self._parts.descent.clock(self._parts.params)  # takes over clocks under the authors' key
         if not any(map(is_compact, self.state.values())):
             return super().state_dict()
@@ -725,9 +727,9 @@ class FusedOptimizer(Optimizer, Joinable):
         if step is not None and step.is_away:
             raise RuntimeError(
                 f"{options.caller}: can't copy or pickle while the weights are perturbed; call "
-                f"{self._parts.ascent.collector}() first"
+                f"{self._parts.ascent.closing_call}() first"
             )
-        self.parts.params.settle()
+        self.parts.params.wait_for_refresh()
         return {**super().__getstate__(), "options": options}
 
     @override

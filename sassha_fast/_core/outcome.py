@@ -88,7 +88,7 @@ class Outcome:
         self._good = set(map(id, compress(refreshed.states, wanted)))  # states that have curvature, or so it is hoped
         self._report, self._event = sent(report)
         if self._event is not None:
-            stats.late = self.settle
+            stats.late = self.read
 
     @property
     def is_late(self) -> bool:
@@ -107,10 +107,10 @@ class Outcome:
     @property
     def retry_clock(self) -> int | None:
         """The clock to go back to, so that a scheduled refresh that failed is due again; None if it has succeeded."""
-        failed = not self.settle() and self.refreshed.scheduled
+        failed = not self.read() and self.refreshed.scheduled
         return self.refreshed.clock if failed else None
 
-    def settle(self) -> bool:
+    def read(self) -> bool:
         """Takes over what the refresh brought. Returns whether it brought anything, or there was nothing to bring.
 
         If every product of a parameter rounds to zero, it counts as refreshed; if they overflow, it is tried again.
@@ -129,7 +129,7 @@ class Outcome:
             else:
                 self._stats.refreshes = refreshes + 1
                 self._stats.partial_refreshes = partial + self._is_partial
-            if self._stats.late == self.settle:
+            if self._stats.late == self.read:
                 self._stats.late = None
         return self._has_brought
 

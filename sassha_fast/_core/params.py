@@ -261,7 +261,7 @@ class Parameters:
         self.outcome = None
         return retry
 
-    def settle(self) -> None:
+    def wait_for_refresh(self) -> None:
         """Waits for what the last refresh brought, and has a failed one repeated by the next step."""
         outcome, self.outcome = self.outcome, None
         clock = None if outcome is None else outcome.retry_clock

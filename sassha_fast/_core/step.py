@@ -83,11 +83,11 @@ class Ascent(ABC):
     """Where gradient and curvature of a step are taken, and the way back from there.
 
     Attributes:
-        collector: The call of hand-written loops that takes products and makes gradients complete.
+        closing_call: The call of hand-written loops that takes products and makes gradients complete.
         probe_recipe: What such a loop has to call for finite differences.
     """
 
-    collector: str
+    closing_call: str
     probe_recipe: str
 
     @abstractmethod
@@ -398,7 +398,7 @@ class Step:
         probes, name = self.refresh.probes, self.parts.options.caller
         if probes is not None and probes.done == probes.needed:
             raise RuntimeError(
-                f"{name}.probe_weights: all {probes.done} probes were taken; call {self.parts.ascent.collector}()"
+                f"{name}.probe_weights: all {probes.done} probes were taken; call {self.parts.ascent.closing_call}()"
             )
         if not self.parts.params.have_grads():
             raise RuntimeError(
@@ -480,7 +480,7 @@ class Step:
             name = self.parts.options.caller
             raise RuntimeError(
                 f"{name}.step: GradScaler has unscaled the gradients, but the products of this refresh still "
-                f"carry a loss scale that is not known here; call {self.parts.ascent.collector}(scaler=scaler)"
+                f"carry a loss scale that is not known here; call {self.parts.ascent.closing_call}(scaler=scaler)"
             )
         self.curvature = found.unscaled(known)
 
@@ -612,7 +612,7 @@ class Step:
             no_pass = self.refresh.probes is None and not parts.params.have_grads()
             if no_pass or not self.hessian_due:
                 return Curvature(), None
-            return self.refresh.from_probes(self.moved, parts.ascent.collector, fused=fused), None
+            return self.refresh.from_probes(self.moved, parts.ascent.closing_call, fused=fused), None
         if not self.refresh.scheduled and (self.parallel or (self.moved is not None and self.moved.has_curvature)):
             return Curvature(), None
         gathered = plan, grads = parts.params.gather(parts.options)
