@@ -288,13 +288,8 @@ class FusedOptimizer(Optimizer, Joinable):
             step.check_untouched("unperturb")
             step.come_back(tell_autograd=False)
         is_unscaled = scaler is not None and _has_unscaled(scaler, self)
-        if is_unscaled and step.grows_beyond_first():
-            step.roll_back()
-            raise RuntimeError(
-                f"{options.caller}.unperturb: GradScaler has unscaled the gradients of the first pass, and does so "
-                "once a step, so those of the last pass would keep their loss scale; call scaler.unscale_(opt) after "
-                "unperturb(), and leave it out before perturb_weights(), where the scale is of no matter"
-            )
+        if is_unscaled:
+            _refuse_spent_scaler(step, "unperturb")
         step.collect("unperturb", scaler=scaler, is_unscaled=is_unscaled)
         step.come_back()
 
@@ -479,6 +474,8 @@ class FusedOptimizer(Optimizer, Joinable):
             step.update(gathered)
         else:  # called by GradScaler.step
             left: Tensor | None = getattr(self, "grad_scale", None)
+            if left is None and step.was_unscaled_before:
+                _refuse_spent_scaler(step, "step")
             try:
                 step.unscale_products(left)
             except RuntimeError:  # a later call must not take products for those of the loss
@@ -753,6 +750,17 @@ def _has_unscaled(scaler: GradScaler, opt: Optimizer) -> bool:
     states = getattr(scaler, "_per_optimizer_states", {})
     entry = states.get(id(opt)) if scaler.is_enabled() else None
     return entry is not None and getattr(entry.get("stage"), "name", "") == "UNSCALED"
+
+
+def _refuse_spent_scaler(step: Step, caller: str) -> None:
+    """Raises if it was the first pass that a scaler has unscaled, where it has unscaled one."""
+    if step.grows_beyond_first():
+        step.roll_back()
+        raise RuntimeError(
+            f"{step.parts.options.caller}.{caller}: GradScaler has unscaled the gradients of the first pass, and does "
+            "so once a step, so those of the last pass would keep their loss scale; call scaler.unscale_(opt) after "
+            "unperturb(), and leave it out before perturb_weights(), where the scale is of no matter"
+        )
 
 
 class _Hook:

@@ -241,7 +241,8 @@ class Step:
         self._zeroes = False  # whether the ascent may have taken the memory of gradients
         self._is_reduced = False  # whether the gradients come from all processes
         # A parameter, the gradient of it that was collected, and how many operations autograd had recorded by then.
-        self._collected: tuple[Tensor, TensorWeakRef, int] | None = None
+        self._collected: tuple[Tensor, TensorWeakRef, int, int] | None = None
+        self._knows_scaler = False
         self._versions: list[int] = []  # of the moved parameters when they were moved last
         self._radii: Sequence[float | Tensor] | None = None
         self._randoms: list[RandomState] = []  # of the passes before the ascent
@@ -282,8 +283,16 @@ class Step:
             return True
         if self.phase is not Phase.COLLECTED or self._collected is None:
             return False
-        p, collected, number = self._collected
+        p, collected, _, number = self._collected
         return (p.grad is None or p.grad is not collected()) and torch._C._autograd._get_sequence_nr() != number
+
+    @property
+    def was_unscaled_before(self) -> bool:
+        """Of gradients that a scaler has unscaled: whether it did before they were collected, unseen."""
+        if self._collected is None or self._knows_scaler:
+            return False
+        p, collected, number, _ = self._collected
+        return p.grad is not None and p.grad is collected() and version(p.grad) == number
 
     @property
     def probes_due(self) -> int:
@@ -294,7 +303,8 @@ class Step:
         """Whether the gradients at hand are longer than those of the first pass: by a loss scale, say."""
         parts = self.parts
         grads = [g.detach() for g in map(grad, parts.params.all) if g is not None]
-        if self.moved is None or parts.options.variant.adaptive or not grads or self.moved.sharded:
+        plan = self.moved or parts.params.gather(parts.options)[0]
+        if not self.climbed or plan is None or plan.sharded or parts.options.variant.adaptive:
             return False
         squares = torch.stack(torch._foreach_norm(grads)).double().square().sum()
         return bool(squares > parts.stats.square_sums.sum().to(squares.device))
@@ -457,6 +467,7 @@ class Step:
         self._is_reduced = True
         if sync:  # both gradients are those of all processes, as in one process
             self._decompose()
+        self._knows_scaler = scaler is not None
         if scaler is not None and scaler.is_enabled():
             if found.products is not None:
                 found = replace(found, loss_scale=scaler.get_scale())
@@ -465,7 +476,8 @@ class Step:
         if not self.driven:
             first = next((p for p in self.parts.params.all if p.grad is not None), None)
             if first is not None and first.grad is not None:
-                self._collected = first, TensorWeakRef(first.grad), torch._C._autograd._get_sequence_nr()
+                number = torch._C._autograd._get_sequence_nr()
+                self._collected = first, TensorWeakRef(first.grad), version(first.grad), number
         if not self.is_away:
             self.phase = Phase.COLLECTED
         return gathered

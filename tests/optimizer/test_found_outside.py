@@ -44,6 +44,35 @@ def test_gradients_unscaled_before_the_ascent_are_refused_and_x_is_back(make):
     assert all(map(torch.equal, snapshot(net), before))
 
 
+@pytest.mark.parametrize("make", [SASSHA, lambda params, **kw: SAM(params, torch.optim.SGD, **kw)])
+def test_gradients_unscaled_before_the_ascent_are_refused_by_a_step_that_was_told_of_no_scaler_before(make):
+    net, (x, y) = classifier(), batch()
+    opt, scaler = make(net.parameters(), lr=0.05, rho=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def loop(unscale_when):
+        scaler.scale(F.cross_entropy(net(x), y)).backward()
+        if unscale_when == "too early":
+            scaler.unscale_(opt)
+        opt.perturb_weights()
+        is_refresh = opt.hessian_due
+        scaler.scale(F.cross_entropy(net(x), y)).backward(create_graph=is_refresh)
+        if unscale_when == "early":
+            scaler.unscale_(opt)
+        opt.unperturb(scaler=scaler) if is_refresh else opt.unperturb()
+        if unscale_when == "late":
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+
+    for unscale_when in ("never", "early", "late"):
+        loop(unscale_when)
+    before = snapshot(net)
+    with pytest.raises(RuntimeError, match=r"\.step: GradScaler has unscaled the gradients of the first pass"):
+        loop("too early")
+    assert all(map(torch.equal, snapshot(net), before))
+
+
 def test_gradients_unscaled_before_unperturb_are_taken_as_they_are():
     found = []
     for unscale_first in (True, False):
