@@ -18,9 +18,27 @@ SASSHA_HD void add_squares(SquareSum& sum, const C* m, const C* x, N n, bool ada
   sum.add(scaled, n);
 }
 
-template <typename C, Power kPower, Product kProduct>
+Power power_of_row(double power) { return power == 0.5 ? Power::kHalf : power == 1.0 ? Power::kOne : Power::kGeneral; }
+
+// The power is chosen for every block, so that the rest of the update is compiled once for all of them.
+template <typename C, typename N, typename Bias>
+SASSHA_HD void denominators(Power power, const C* d, C* denom, N n, const StepScalars<C>& s, const Bias& bias2) {
+  const auto with_power = [&](auto tag) {
+    for (int64_t i = 0; i < n; ++i) denom[i] = denominator<decltype(tag)::value>(d[i], bias2(i), s);
+  };
+  if (power == Power::kHalf) {
+    with_power(std::integral_constant<Power, Power::kHalf>{});
+  } else if (power == Power::kOne) {
+    with_power(std::integral_constant<Power, Power::kOne>{});
+  } else {
+    with_power(std::integral_constant<Power, Power::kGeneral>{});
+  }
+}
+
+template <typename C, Product kProduct>
 Stepped step_of(const Row& row, int64_t begin, int64_t size, const StepArgs& args, bool stream) {
   const StepScalars<C> s = rounded<C>(args.scalars[row.cohort]);
+  const Power power = power_of_row(args.scalars[row.cohort].power);  // before it is rounded
   C* param = at<C>(args.in_state ? row.backup : row.param, begin);
   const C* backup = at<C>(row.backup, begin);
   const C* grad = at<C>(row.grad, begin);
@@ -46,23 +64,21 @@ Stepped step_of(const Row& row, int64_t begin, int64_t size, const StepArgs& arg
     C* __restrict m = exp_avg + offset;
     C* __restrict d = hessian + offset;
     if constexpr (kProduct == Product::kNone) {
-      for (int64_t i = 0; i < n; ++i) denom[i] = denominator<kPower>(d[i], s.bias2, s);
+      denominators(power, d, denom, n, s, [&](int64_t) { return s.bias2; });
     } else {
       C h[kBlock];
       const C* raw = product + offset;
       const bool seen = curvature_sample<kProduct>(raw, g, h, n, signs, begin + offset, s, args.zero_is_seen, tally);
       if (sample_block(h, n, args.sample, seen)) {
-        for (int64_t i = 0; i < n; ++i) {
-          d[i] = curvature(d[i], h[i], s);
-          denom[i] = denominator<kPower>(d[i], s.bias2, s);
-        }
+        for (int64_t i = 0; i < n; ++i) d[i] = curvature(d[i], h[i], s);
+        denominators(power, d, denom, n, s, [&](int64_t) { return s.bias2; });
       } else {
         for (int64_t i = 0; i < n; ++i) {  // a product that is not finite leaves D and its correction as they were
           const bool unseen = is_unseen(product_at<kProduct>(raw, g, i), g[i], args.zero_is_seen);
           const C refreshed = unseen ? d[i] * s.kept : curvature(d[i], h[i], s);
           d[i] = is_finite(h[i]) ? refreshed : d[i];
-          denom[i] = denominator<kPower>(d[i], is_finite(h[i]) ? s.bias2 : s.bias2_kept, s);
         }
+        denominators(power, d, denom, n, s, [&](int64_t i) { return is_finite(h[i]) ? s.bias2 : s.bias2_kept; });
       }
     }
     for (int64_t i = 0; i < n; ++i) {
@@ -80,31 +96,25 @@ Stepped step_of(const Row& row, int64_t begin, int64_t size, const StepArgs& arg
   return {tally, squares.total()};
 }
 
-template <typename C, Power kPower>
-Stepped step_with_power(const Row& row, int64_t begin, int64_t size, const StepArgs& args, bool stream) {
+template <typename C>
+Stepped step_with(const Row& row, int64_t begin, int64_t size, const StepArgs& args, bool stream) {
   switch (args.refresh ? product_of(row) : Product::kNone) {
     case Product::kNone:
-      return step_of<C, kPower, Product::kNone>(row, begin, size, args, stream);
+      return step_of<C, Product::kNone>(row, begin, size, args, stream);
     case Product::kUnsigned:
-      return step_of<C, kPower, Product::kUnsigned>(row, begin, size, args, stream);
+      return step_of<C, Product::kUnsigned>(row, begin, size, args, stream);
     case Product::kSigned:
-      return step_of<C, kPower, Product::kSigned>(row, begin, size, args, stream);
+      return step_of<C, Product::kSigned>(row, begin, size, args, stream);
     default:
-      return step_of<C, kPower, Product::kProbed>(row, begin, size, args, stream);
+      return step_of<C, Product::kProbed>(row, begin, size, args, stream);
   }
 }
 
 }  // namespace
 
 Stepped step(const Row& row, int64_t begin, int64_t size, const StepArgs& args, bool stream) {
-  const double power = args.scalars[row.cohort].power;
-  const auto with_type = [&](auto tag) {
-    using C = typename decltype(tag)::type;
-    if (power == 0.5) return step_with_power<C, Power::kHalf>(row, begin, size, args, stream);
-    if (power == 1.0) return step_with_power<C, Power::kOne>(row, begin, size, args, stream);
-    return step_with_power<C, Power::kGeneral>(row, begin, size, args, stream);
-  };
-  return row.dtype == kFloat64 ? with_type(Tag<double>{}) : with_type(Tag<float>{});
+  const auto step_of_type = row.dtype == kFloat64 ? step_with<double> : step_with<float>;
+  return step_of_type(row, begin, size, args, stream);
 }
 
 }  // namespace sassha::SASSHA_ISA

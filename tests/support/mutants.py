@@ -331,8 +331,8 @@ def build(folder: Path) -> bool:
     return subprocess.run(ninja, capture_output=True).returncode == 0
 
 
-def survives(folder: Path) -> bool:
-    """Whether the tests of the simulator pass in the copy."""
+def survives(folder: Path, patience: float | None = None) -> bool:
+    """Whether the tests of the simulator pass in the copy, in so many seconds: some mutants never end."""
     command = [
         sys.executable,
         "-m",
@@ -350,7 +350,7 @@ def survives(folder: Path) -> bool:
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run([*command, *tests], cwd=folder, env=environment, capture_output=True, timeout=600)
+        done = subprocess.run([*command, *tests], cwd=folder, env=environment, capture_output=True, timeout=patience)
     except subprocess.TimeoutExpired:
         return False
     if done.returncode == 5:
@@ -368,15 +368,17 @@ def main() -> None:
         for part in ("csrc", "tests", "sassha_fast"):
             shutil.copytree(ROOT / part, folder / part)
         shutil.copy(ROOT / "pyproject.toml", folder)
+        begin = time.monotonic()
         if not build(folder) or not survives(folder):
             sys.exit("mutants: the tests fail before anything is broken")
+        patience = 10 * (time.monotonic() - begin)  # of this machine, as busy as it is
         for mutant in chosen:
             begin = time.monotonic()
             original = (folder / "csrc" / mutant.file).read_text()
             mutate(mutant, folder)
             verdict = "does not compile"
             if build(folder):
-                verdict = "SURVIVED" if survives(folder) else "killed"
+                verdict = "SURVIVED" if survives(folder, patience) else "killed"
             if verdict != "killed":
                 survivors.append(mutant.what)
             (folder / "csrc" / mutant.file).write_text(original)
