@@ -109,6 +109,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
     # Its older versions take arrays of one element for numbers, which numpy 2.3 and before only warn of.
     config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:triton.runtime.interpreter")
+    # Of torch.compile on Python 3.13.0, about its own speed.
+    config.addinivalue_line("filterwarnings", "ignore:Guards may run slower:RuntimeWarning")
     # The authors' loop needs create_graph=True; the optimizer detaches the gradients, which breaks the cycle.
     config.addinivalue_line("filterwarnings", "ignore:Using backward:UserWarning")
     # Waking a second thread costs more than these small tensors; the tests of thread counts ask for two.
