@@ -1,38 +1,48 @@
 """What state and weights in fewer bits cost in quality: SASSHA from the same seeds in float32 and in compact formats.
 
-Two tasks: the 8x8 handwritten digits that scikit-learn ships, and a small GPT on the characters of a text file. Every
-run is kept in ``build/compact``, so a program that was stopped goes on where it was. At the end a table and a plot are
-made.
+Three tasks: the 8x8 handwritten digits that scikit-learn ships, the small CIFAR-10 of ``examples.compare``, and a small
+GPT on the characters of a text file. Every finished run is a line of ``docs/results/compact.jsonl`` and is not made
+again; one that was stopped goes on from its last checkpoint in ``build/compact``. At the end a table and a plot of
+docs/compact.md are made.
 
 The codes of D are compared as well: the float code of the library, and a linear code of √D, which only exists here.
 
-Run it with ``python -m examples.compact digits`` or ``python -m examples.compact text --data tinyshakespeare.txt``.
+    python -m examples.compact digits
+    python -m examples.compact cifar10 --data cifar-10-python.tar.gz
+    python -m examples.compact text --data tinyshakespeare.txt
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import sys
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 from tqdm import tqdm
 
+from examples.compare import ROOT, rounded, spread, write
+from examples.lib import tasks
 from examples.lib.curves import COLOURS, figure
+from examples.lib.engine import Batch
 from examples.lib.networks import language_model
 from examples.lib.text import load
+from examples.lib.trials import cosine
 from sassha_fast import SASSHA, cast_model, formats
 
+RESULTS = ROOT / "docs" / "results" / "compact.jsonl"
+CHECKPOINTS = ROOT / "build" / "compact"
+PAGE = ROOT / "docs" / "compact.md"
 SAVE_EVERY = 250  # steps between checkpoints
 MEASURE = 20  # points of a curve
 
@@ -42,7 +52,10 @@ MEASURE = 20  # points of a curve
 def encode_linear(
     values: Tensor, noise: Tensor | int = formats.NEAREST, *, signed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """8-bit codes of √D in 254 equal steps up to the largest of the group, whose D is the scale."""
+    """8-bit codes of √D in 254 equal steps up to the largest of the group, whose D is the scale.
+
+    The largest may be rounded down, so encoding what was decoded is not exact: a run that was stopped is another one.
+    """
     assert not signed
     pad = torch.nn.functional.pad(values, (0, -values.numel() % formats.GROUP)).view(-1, formats.GROUP)
     top = pad.amax(1)
@@ -117,15 +130,19 @@ class Task:
         batch: The batch of a step of a seed.
         held_out: Batches of the test set.
         options: Of SASSHA.
+        schedule: Of the learning rate, over so many steps.
+        seeds: How many, if nobody says.
     """
 
     name: str
     title: str
     steps: int
     model: Callable[[], nn.Module]
-    batch: Callable[[int, int], tuple[Tensor, Tensor]]
-    held_out: Callable[[], Iterator[tuple[Tensor, Tensor]]]
+    batch: Callable[[int, int], Batch]
+    held_out: Callable[[], Iterator[Batch]]
     options: dict[str, Any]
+    schedule: Callable[[Optimizer, int], LRScheduler] = CosineAnnealingLR
+    seeds: int = 3
 
 
 def digits(args: argparse.Namespace) -> Task:
@@ -135,28 +152,53 @@ def digits(args: argparse.Namespace) -> Task:
     epoch = TRAIN // BATCH
     steps = args.steps or 20 * epoch
 
-    def batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
+    def batch(seed: int, step: int) -> Batch:
         order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed((seed << 12) + step // epoch))
         chosen = order.split(BATCH)[step % epoch]
         return train[0][chosen], train[1][chosen]
 
     options = {"lr": 0.1, "weight_decay": 1e-3, "rho": 0.1}
-    return Task("digits", "Digits", steps, build_model, batch, lambda: iter([test]), options)
+    return Task("digits", "Digits", steps, build_model, batch, lambda: iter([test]), options, seeds=5)
+
+
+def cifar10(args: argparse.Namespace) -> Task:
+    """SASSHA's row of docs/cifar10.md, with the settings that were chosen there."""
+    given = cache(lambda seed: tasks.load_pictures(args.data, 0.0, seed))
+    epoch = given(0).data.steps
+    steps = args.steps or tasks.TASKS["cifar10"].epochs * epoch
+
+    @cache
+    def epoch_of(seed: int, number: int) -> list[Batch]:
+        return list(given(seed).data.train(number, 0))
+
+    def batch(seed: int, step: int) -> Batch:
+        if step % epoch == 0:
+            epoch_of.cache_clear()
+        return epoch_of(seed, step // epoch)[step % epoch]
+
+    lr = 0.3
+    options = {"lr": lr, "weight_decay": tasks.TASKS["cifar10"].decay / lr, "rho": 0.05}
+    title = tasks.TASKS["cifar10"].title
+    return Task("cifar10", title, steps, given(0).build, batch, lambda: iter(given(0).test), options, warmed_up)
+
+
+def warmed_up(opt: Optimizer, steps: int) -> LRScheduler:
+    return LambdaLR(opt, partial(cosine, steps=steps))
 
 
 def text(args: argparse.Namespace) -> Task:
     words = load(args.data, None, "chars", 0)
     length, size, steps = 64, 8, args.steps or 1500
 
-    def sequences(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    def sequences(tokens: Tensor, starts: Tensor) -> Batch:
         whole = tokens[starts[:, None] + torch.arange(length + 1)]
         return whole[:, :-1], whole[:, 1:]
 
-    def batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
+    def batch(seed: int, step: int) -> Batch:
         generator = torch.Generator().manual_seed((seed << 16) + step)
         return sequences(words.train, torch.randint(len(words.train) - length, (size,), generator=generator))
 
-    def held_out() -> Iterator[tuple[Tensor, Tensor]]:
+    def held_out() -> Iterator[Batch]:
         for part in torch.arange(0, 400 * length, length).split(50):
             yield sequences(words.validation, part)
 
@@ -165,12 +207,12 @@ def text(args: argparse.Namespace) -> Task:
     return Task("text", "Character GPT", steps, model, batch, held_out, options)
 
 
-TASKS = {"digits": digits, "text": text}
+TASKS = {"digits": digits, "cifar10": cifar10, "text": text}
 
 # ---- one run ------------------------------------------------------------------------------------------------------
 
 
-def loss_of(model: nn.Module, dtype: torch.dtype, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def loss_of(model: nn.Module, dtype: torch.dtype, batch: Batch) -> tuple[Tensor, Tensor]:
     """Mean loss and share of right answers."""
     x, y = batch
     logits = model(x.to(dtype) if x.is_floating_point() else x).float().flatten(0, -2)
@@ -180,77 +222,76 @@ def loss_of(model: nn.Module, dtype: torch.dtype, batch: tuple[Tensor, Tensor]) 
 @torch.no_grad()
 def evaluate(model: nn.Module, task: Task, dtype: torch.dtype) -> tuple[float, float]:
     """Mean loss, and accuracy in percent."""
-    found = torch.tensor([[float(v) for v in loss_of(model, dtype, batch)] for batch in task.held_out()])
-    return float(found[:, 0].mean()), 100.0 * float(found[:, 1].mean())
+    model.eval()
+    found = [(len(batch[0]), *map(float, loss_of(model, dtype, batch))) for batch in task.held_out()]
+    model.train()
+    rows = math.fsum(n for n, _, _ in found)
+    return math.fsum(n * loss for n, loss, _ in found) / rows, 100.0 * math.fsum(n * a for n, _, a in found) / rows
 
 
-def train(task: Task, setting: Setting, seed: int, path: Path) -> dict[str, Any]:
-    """A run from its last checkpoint, or from its beginning, to its end, which is written to ``path``."""
+def train(task: Task, setting: Setting, seed: int, kept: Path) -> list[list[float]]:
+    """A run from its last checkpoint, or from its beginning.
+
+    Returns:
+        Its curve: steps, training loss since the point before, test loss and accuracy.
+    """
     torch.manual_seed(seed)
     model = cast_model(task.model(), setting.dtype)
     opt = SASSHA(model.parameters(), **task.options, **setting.options, seed=seed)
-    schedule = CosineAnnealingLR(opt, task.steps)
-    run: dict[str, Any] = {"step": 0, "sum": 0.0, "curve": []}
-    kept = path.with_suffix(".pt")
+    opt.attach(model)
+    schedule = task.schedule(opt, task.steps)
+    done, total, curve = 0, 0.0, []
     if kept.exists():
         saved = torch.load(kept)
         model.load_state_dict(saved["model"])
         opt.load_state_dict(saved["opt"])
         schedule.load_state_dict(saved["schedule"])
-        run = saved["run"]
+        done, total, curve = saved["run"]
     every = max(task.steps // MEASURE, 1)
-    for step in tqdm(range(run["step"], task.steps), desc=path.stem, mininterval=10.0, initial=run["step"]):
+    for step in tqdm(range(done, task.steps), desc=kept.stem, mininterval=10.0, initial=done, total=task.steps):
         batch = task.batch(seed, step)
 
-        def closure(batch: tuple[Tensor, Tensor] = batch) -> Tensor:
+        def closure(batch: Batch = batch) -> Tensor:
             opt.zero_grad()
             loss, _ = loss_of(model, setting.dtype, batch)
             loss.backward()
             return loss
 
-        run["sum"] += float(opt.step(closure))
+        total += float(opt.step(closure))
         schedule.step()
-        run["step"] = step + 1
         if (step + 1) % every == 0:
-            run["curve"].append([step + 1, run["sum"] / every, *evaluate(model, task, setting.dtype)])
-            run["sum"] = 0.0
+            curve.append([step + 1, total / every, *evaluate(model, task, setting.dtype)])
+            total = 0.0
         if (step + 1) % SAVE_EVERY == 0:
-            torch.save(
-                {"model": model.state_dict(), "opt": opt.state_dict(), "schedule": schedule.state_dict(), "run": run},
-                kept,
-            )
-    path.write_text(json.dumps(run))
+            parts = {"model": model.state_dict(), "opt": opt.state_dict(), "schedule": schedule.state_dict()}
+            torch.save({**parts, "run": (step + 1, total, curve)}, kept)
     kept.unlink(missing_ok=True)
-    return run
+    return curve
 
 
 # ---- table and plot -----------------------------------------------------------------------------------------------
 
-
-def spread(values: list[float], digits: int) -> str:
-    """Mean and standard deviation over seeds."""
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{deviation}"
+Curves = dict[str, list[list[list[float]]]]  # by setting, of every seed
 
 
-def table(runs: dict[str, list[dict[str, Any]]]) -> str:
+def table(curves: Curves) -> Iterator[str]:
     """In Markdown: training loss at the end, loss and accuracy on data held out."""
-    lines = ["| stored | seeds | training loss | test loss | accuracy, % |", "|---|---|---|---|---|"]
-    for name, seeds in runs.items():
-        train_loss, loss, accuracy = ([run["curve"][-1][i] for run in seeds] for i in (1, 2, 3))
-        lines.append(f"| {name} | {len(seeds)} | {spread(train_loss, 4)} | {spread(loss, 4)} | {spread(accuracy, 2)} |")
-    return "\n".join(lines)
+    yield "| stored | seeds | training loss | test loss | accuracy, % |"
+    yield "|---|---|---|---|---|"
+    for name, seeds in curves.items():
+        train_loss, loss, accuracy = ([curve[-1][i] for curve in seeds] for i in (1, 2, 3))
+        yield f"| {name} | {len(seeds)} | {spread(train_loss, 4)} | {spread(loss, 4)} | {spread(accuracy, 2)} |"
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
+def draw(curves: Curves, path: Path, title: str) -> None:
     """Means over seeds of all settings in one plot."""
     made, axes = figure(2)
     for axis, (column, label) in zip(axes[0], ((1, "training loss"), (2, "test loss")), strict=True):
-        for colour, (name, seeds) in zip(COLOURS, runs.items(), strict=False):
-            rows = list(zip(*(run["curve"] for run in seeds), strict=True))
+        for colour, (name, seeds) in zip(COLOURS, curves.items(), strict=False):
+            rows = list(zip(*seeds, strict=True))
             axis.plot(
                 [same[0][0] for same in rows],
-                [statistics.fmean(point[column] for point in same) for same in rows],
+                [math.fsum(point[column] for point in same) / len(same) for same in rows],
                 label=name,
                 color=colour,
                 linestyle="-" if name == "float32" else "--",
@@ -261,19 +302,36 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path, title: str) -> None:
     made.savefig(path)
 
 
+class Results:
+    """Curves of finished runs, in a file that grows by a line for each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        self.curves = {tuple(row["run"]): row["curve"] for row in rows}
+
+    def curve(self, run: tuple[str, str, int, int], make: Callable[[], list[list[float]]]) -> list[list[float]]:
+        """That of a run (task, setting, seed, steps), from the file or made now."""
+        if run not in self.curves:
+            self.curves[run] = rounded(make())
+            with self.path.open("a") as file:
+                file.write(json.dumps({"run": run, "curve": self.curves[run]}) + "\n")
+        return self.curves[run]
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.compact", description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=list(TASKS))
-    parser.add_argument("--data", type=Path, help="text file, for the task text")
-    parser.add_argument("--seeds", type=int, default=None, help="how many; default: 5 of digits, 3 of text")
-    parser.add_argument("--steps", type=int, default=0, help="default: 340 of digits, 1500 of text")
+    parser.add_argument("--data", type=Path, help="archive of CIFAR-10, or text file")
+    parser.add_argument("--seeds", type=int, help="how many; default: 5 of digits, 3 of the others")
+    parser.add_argument("--steps", type=int, default=0, help="default: 340 of digits, 744 of cifar10, 1500 of text")
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=list(SETTINGS), help="settings to train")
-    parser.add_argument("--out", type=Path, default=Path("build/compact"), help="folder of runs, table and plot")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of finished runs; default: %(default)s")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where table and plot go; default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     args = parser.parse_args()
-    if args.task == "text" and args.data is None:
-        parser.error("text needs --data, a text file")
-    args.seeds = args.seeds or {"digits": 5, "text": 3}[args.task]
+    if args.task != "digits" and args.data is None:
+        parser.error(f"{args.task} needs --data, the path of its data")
     return args
 
 
@@ -281,22 +339,20 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
     task = TASKS[args.task](args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in args.only}
-    for seed in range(args.seeds):
-        for number, (name, setting) in enumerate(SETTINGS.items()):
-            if name not in runs:
-                continue
-            path = args.out / f"{task.name}-{number}-{seed}-{task.steps}.json"
-            if path.exists():
-                runs[name].append(json.loads(path.read_text()))
-                continue
-            with setting.code():
-                runs[name].append(train(task, setting, seed, path))
-    print(table(runs))
-    picture = args.out / f"compact-{task.name}.png"
-    draw(runs, picture, task.title)
-    print(f"\nPlot: {picture}", file=sys.stderr)
+    CHECKPOINTS.mkdir(parents=True, exist_ok=True)
+    results = Results(args.results)
+    curves: Curves = {name: [] for name in args.only}
+    for seed in range(args.seeds or task.seeds):
+        for number, name in enumerate(SETTINGS):
+            if name in curves:
+                kept = CHECKPOINTS / f"{task.name}-{number}-{seed}-{task.steps}.pt"
+                with SETTINGS[name].code():
+                    make = partial(train, task, SETTINGS[name], seed, kept)
+                    curves[name].append(results.curve((task.name, name, seed, task.steps), make))
+    lines = list(table(curves))
+    print("\n".join(lines))
+    write(args.page, task.name, lines)
+    draw(curves, args.page.with_name(f"{args.page.stem}-{task.name}.png"), task.title)
 
 
 if __name__ == "__main__":
