@@ -21,6 +21,7 @@ from .variant import Sample
 __all__ = [
     "ascend",
     "ascent_scales",
+    "completed",
     "compute_dtype",
     "descent",
     "filled",
@@ -28,6 +29,7 @@ __all__ = [
     "gap_scales",
     "gap_sums",
     "is_unknown",
+    "mean_sample",
     "philox",
     "probe",
     "rademacher",
@@ -316,6 +318,28 @@ def filled(hessian: Tensor, product: Tensor, grad: Tensor, sums: Tensor) -> Tens
     mean = (sums[2] / sums[1]).to(torch.float32).to(hessian.dtype)
     wanted = is_unknown(hessian) & is_unseen(product, grad) & (sums[0] > 0) & (sums[1] > 0)
     return torch.where(wanted, mean, hessian)
+
+
+def completed(
+    hessian: Tensor, product: Tensor, grad: Tensor, seen: Tensor, s: StepScalars, sample: Sample, mean: Tensor
+) -> Tensor:
+    """z⊙Hz of a batch that is not the gradient's, with what is known in place of what that batch did not show.
+
+    Where the gradient is 0 as well, the update sees by itself that there is nothing to tell. Elsewhere it would take
+    this 0 for a curvature, and divide by eps. The stand-in is the product with which D weighs as it did before, or the
+    mean of the parameter's samples where nothing is known yet.
+    """
+    estimate = torch.where(is_unknown(hessian), mean, hessian * (s.kept / s.first))
+    stand_in = (torch.sqrt(estimate) if sample is Sample.SQUARE else estimate) / s.product_scale
+    return torch.where(seen | (grad == 0), product.to(hessian.dtype), stand_in)
+
+
+def mean_sample(product: Tensor, seen: Tensor, s: StepScalars, sample: Sample) -> Tensor:
+    """The mean of what D takes of the products that were seen, NaN if none was; rounded as in :func:`filled`."""
+    samples = sampled(product * s.product_scale, sample)
+    counted = seen & torch.isfinite(samples)
+    total = torch.where(counted, samples, torch.zeros_like(samples)).to(torch.float64).sum()
+    return (total / counted.sum()).to(torch.float32).to(samples.dtype)
 
 
 def refreshed(hessian: Tensor, sample: Tensor, unseen: Tensor, s: StepScalars) -> Tensor:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils.weak import TensorWeakRef
 
+from .._parallel.reducer import seen_in
+from .._passes.accessors import grad
 from .contexts import (
     CreateGraph,
     MakesContext,
@@ -355,18 +358,26 @@ def _probe(step: Step, closure: Closure | Accumulated, random: RandomState) -> N
 
 def _products_of(step: Step, closure: Closure | Accumulated, random: RandomState) -> Curvature:
     """Products from the batch of another closure, which leave the gradients as they were."""
-    kept = step.parts.params.take_grads()
+    params = step.parts.params
+    kept = params.take_grads()
+    _replayed(step, closure, random, differentiate=step.parts.options.exact)
+    if not params.have_grads() and not step.parallel:
+        raise RuntimeError(
+            f"{step.parts.options.caller}.step: no parameter has a gradient after hessian_closure; call "
+            "loss.backward() in it, for a loss of the model whose parameters the optimizer has"
+        )
     if step.parts.options.exact:
-        _replayed(step, closure, random, differentiate=True)
         found = step.curvature  # of several micro-batches
         if found is None:
             with torch.no_grad():
                 found = step.exact_products("step(hessian_closure=)")
     else:
-        _replayed(step, closure, random, differentiate=False)
         _probe(step, closure, random)
         found = step.refresh.from_probes(step.moved, step.parts.ascent.closing_call, fused=False)
-    step.parts.params.set_grads(kept)
+    if found.products is not None:
+        with torch.no_grad():
+            found = replace(found, seen=seen_in(found.products.values, list(map(grad, params.all))))
+    params.set_grads(kept)
     return found
 
 

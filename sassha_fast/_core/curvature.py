@@ -26,12 +26,14 @@ class Curvature:
         scale: Factor that makes of them means over the probes.
         loss_scale: What the loss was multiplied by in the pass that gave them, if that is known.
         coarse: Whether a product of exactly 0 only says that it was too small to be seen.
+        seen: By position, of products of another batch than the gradients': elements that it has anything to tell of.
     """
 
     products: Products | None = None
     scale: float = 1.0
     loss_scale: float | None = None
     coarse: bool = False
+    seen: Grads | None = None
 
     def unscaled(self, loss_scale: float) -> Curvature:
         """Products of the loss itself."""
@@ -212,8 +214,16 @@ class Refresh:
             none: Grads = [None] * len(params.all)
             products = list(none if curvature.products is None else curvature.products.values)
         mean = options.grad_reduce == "mean"
-        coarse = reducer.reduce(params.all, products, mean=mean, coarse=curvature.coarse, early=early)  # type: ignore[arg-type]
+        seen = None if curvature.seen is None else list(curvature.seen)
+        coarse, seen = reducer.reduce(
+            params.all,
+            products,
+            mean=mean,
+            coarse=curvature.coarse,
+            seen=seen,
+            early=early,  # type: ignore[arg-type]
+        )
         if products is None:
             return Curvature()
         scale = probe_scale(params.elements) / options.n_samples if options.exact else 1.0
-        return replace(curvature, products=Products.signed(products), scale=scale, coarse=coarse)
+        return replace(curvature, products=Products.signed(products), scale=scale, coarse=coarse, seen=seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import repeat
 from operator import is_not, itemgetter
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .. import reference
 from .._passes.accessors import used_here
 from .._passes.layout import SIGNED_PRODUCT, DeviceScalars, Scalars, StepScalars
 from .._passes.plan import Plan
@@ -18,6 +20,7 @@ from .._passes.shards import local
 from .._passes.upload import is_capturing
 from ..reference import is_unseen
 from ..stats import Stats
+from .compact import curvature as known_curvature
 from .curvature import Curvature
 from .device_scalars import device_scalars
 from .keys import BIAS2, COMPACT_KEYS, HESSIAN_STEP, STEP
@@ -108,6 +111,8 @@ class _Update:
         # Of products before they were averaged over filters, by position: their tally, and elements not seen.
         self.tallies: dict[int, tuple[Tensor, Tensor]] = {}
         products = self.given
+        if products is not None and curvature.seen is not None and not self.zero_is_seen:
+            products = self._completed(products, [curvature.seen[i] for i in plan.positions], options)
         if products is not None and options.variant.by_filter:
             products = self._averaged_over_filters(products, options.seed)
         if products is not None and curvature.coarse:
@@ -127,17 +132,43 @@ class _Update:
             else:
                 self.next_steps = torch._foreach_add(self.steps, 1)
 
+    def _signed(self, products: Products, i: int, seed: int) -> Tensor | None:
+        """z⊙Hz of a parameter, if it has a product."""
+        value = products.values[i]
+        if value is None or products.kinds[i] == SIGNED_PRODUCT:
+            return value
+        return value * self.plan.rademacher([i], seed, self.draw)[0]
+
+    def _completed(self, products: Products, seen: Sequence[Tensor | None], options: Options) -> Products:
+        """Products of another batch than the gradients', with what is known in place of what it did not show."""
+        found, sample = Products(list(products.values), list(products.kinds)), options.variant.sample
+        for i, mask in enumerate(seen):
+            h = self._signed(products, i, options.seed)
+            if h is None or mask is None:
+                continue
+            d, row = known_curvature(self.states[i]), self.scalars[self.cohorts[i]]
+            d, s = local(d), reference.scalar_tensors(row, d.dtype, h.device)
+            # The mean over a shard would depend on how the parameter is cut: there, what is unknown waits.
+            mean = torch.full_like(s.kept, torch.nan)
+            if not self.plan.sharded:
+                mean = reference.mean_sample(h.to(d.dtype), mask, s, sample)
+            whole = reference.completed(d, h, self.grads[i], mask, s, sample, mean)
+            found.values[i], found.kinds[i] = torch.empty_like(h).copy_(whole), SIGNED_PRODUCT
+            own = tally(h, row, mask.to(h.dtype), zero_is_seen=False)
+            self.tallies[i] = own, (~mask & torch.isfinite(whole)).sum(dtype=torch.float64)
+        return found
+
     def _averaged_over_filters(self, products: Products, seed: int) -> Products:
         """Products with those of convolutions replaced by means over their filters."""
         found = Products(list(products.values), list(products.kinds))
-        for i, value in enumerate(products.values):
-            if value is None or self.plan.params[i].dim() != 4:
+        for i, param in enumerate(self.plan.params):
+            h = self._signed(products, i, seed) if param.dim() == 4 else None
+            if h is None:
                 continue
-            h = value if products.kinds[i] == SIGNED_PRODUCT else value * self.plan.rademacher([i], seed, self.draw)[0]
-            row = self.scalars[self.cohorts[i]]
-            own = tally(h, row, self.grads[i], zero_is_seen=self.zero_is_seen)
-            unseen = is_unseen(h, self.grads[i], zero_is_seen=self.zero_is_seen)
-            self.tallies[i] = own, unseen.sum(dtype=torch.float64)
+            if i not in self.tallies:
+                own = tally(h, self.scalars[self.cohorts[i]], self.grads[i], zero_is_seen=self.zero_is_seen)
+                unseen = is_unseen(h, self.grads[i], zero_is_seen=self.zero_is_seen)
+                self.tallies[i] = own, unseen.sum(dtype=torch.float64)
             found.values[i], found.kinds[i] = filter_means(h), SIGNED_PRODUCT
         return found
 

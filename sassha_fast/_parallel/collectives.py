@@ -40,15 +40,17 @@ def _unpack(flat: Tensor, tensors: Sequence[Tensor], work: Any, divisor: int) ->
 
 
 @torch.no_grad()
-def all_reduce_together(tensors: Sequence[Tensor], group: Any = None, *, mean: bool = True) -> None:
-    """Sums, or averages, every tensor over the processes, in place and in few collectives.
+def all_reduce_together(
+    tensors: Sequence[Tensor], group: Any = None, *, mean: bool = True, op: Any = dist.ReduceOp.SUM
+) -> None:
+    """Sums, averages, or what ``op`` says, every tensor over the processes, in place and in few collectives.
 
     The copy of a bucket into its message overlaps with the transfer of the one before.
     """
     in_flight = []
     for bucket in _buckets(tensors):
         flat = torch.cat([t.reshape(-1) for t in bucket])
-        in_flight.append((flat, bucket, dist.all_reduce(flat, group=group, async_op=True)))
+        in_flight.append((flat, bucket, dist.all_reduce(flat, op=op, group=group, async_op=True)))
     for message in in_flight:
         _unpack(*message, dist.get_world_size(group) if mean else 1)
 

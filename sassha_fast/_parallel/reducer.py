@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._passes.shards import is_sharded
+from .._passes.shards import is_sharded, local
 from .collectives import EarlyReduction, all_reduce_together
 
 
@@ -125,8 +125,9 @@ class Reducer:
         *,
         mean: bool,
         coarse: bool = False,
+        seen: list[Tensor | None] | None = None,
         early: EarlyReduction | None = None,
-    ) -> bool:
+    ) -> tuple[bool, list[Tensor | None] | None]:
         """Reduces gradients, and products on a refresh, of all parameters that have some in any process.
 
         Args:
@@ -134,10 +135,11 @@ class Reducer:
             products: Of each parameter; filled up with zeros and replaced by their mean or sum.
             mean: Divide by the number of processes.
             coarse: Whether products of this process that are 0 may have been lost to rounding.
+            seen: Of products of another batch than the gradients', what it has to tell of; see :func:`seen_in`.
             early: What was sent while the pass ran.
 
         Returns:
-            Whether those of any process may.
+            Whether those of any process may; and what the batches of all have to tell of, if there were others in any.
         """
         if products is None and self.reduced is not None:  # the same collectives, whether there was time or not
             early = early or EarlyReduction(self.reduced, self.group)
@@ -145,7 +147,7 @@ class Reducer:
         else:
             early = None
         stale = early.stale if early is not None else []
-        asked = stale if products is None else [coarse]
+        asked = stale if products is None else [coarse, seen is not None]
         trained = [i for i, p in enumerate(params) if p.requires_grad]
         present = [params[i].grad is not None for i in trained]
         there = self._anywhere([*present, *asked], params[0].device)
@@ -155,6 +157,8 @@ class Reducer:
                 params[i].grad = torch.zeros_like(params[i])
             if products is not None and products[i] is None:
                 products[i] = torch.zeros_like(params[i])
+        if products is not None:
+            seen = self._seen_anywhere(params, products, seen, chosen) if there[-1] else None
         left = [params[i] for i in chosen]
         self.reduced = left
         if early is not None:
@@ -164,4 +168,29 @@ class Reducer:
         if products is not None:
             tensors += [products[i] for i in chosen]  # type: ignore[misc]
         all_reduce_together(tensors, self.group, mean=mean)
-        return products is not None and there[-1]
+        return products is not None and there[-2], seen
+
+    def _seen_anywhere(
+        self,
+        params: Sequence[Tensor],
+        products: Sequence[Tensor | None],
+        seen: Sequence[Tensor | None] | None,
+        chosen: Sequence[int],
+    ) -> list[Tensor | None]:
+        """What the batch of any process has to tell of. Products and gradients are still those of this process."""
+        own = seen or seen_in(products, [p.grad for p in params])
+        found: list[Tensor | None] = [None] * len(params)
+        for i in chosen:
+            mask = own[i]
+            found[i] = torch.zeros_like(params[i], dtype=torch.uint8) if mask is None else mask.to(torch.uint8)
+        all_reduce_together([found[i] for i in chosen], self.group, mean=False, op=dist.ReduceOp.MAX)  # type: ignore[misc]
+        return [None if mask is None else mask.bool() for mask in found]
+
+
+def seen_in(products: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The elements whose product, or gradient in the same batch, is not 0: the others are of what the batch lacks."""
+    found: list[Tensor | None] = []
+    for product, grad in zip(products, grads, strict=True):
+        mask = None if product is None else local(product) != 0
+        found.append(mask if mask is None or grad is None else mask | (local(grad.detach()) != 0))
+    return found
