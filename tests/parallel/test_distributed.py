@@ -61,6 +61,13 @@ def assert_same_run(found, expected):
     assert_same_state(found["state"], expected["state"])
 
 
+def test_words_that_no_process_has_in_its_products_keep_their_curvature_as_in_one(two):
+    first, second = two["rare_words"]
+    assert_same_bits(first["params"], second["params"])
+    assert_same_state(first["state"], second["state"])
+    assert_close(first, replicas.rare_words(1, 0))
+
+
 def test_whoever_joins_a_group_ends_by_stop():
     """A process that returns instead may abort at its exit, seldom, and more often where the machine is busy."""
     joining = {

@@ -160,6 +160,28 @@ def different_parameters(hvp: str) -> dict[str, Any]:
     return results(net, opt)
 
 
+WORDS = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])  # of four rows; the products of a step see every second one
+
+
+def rare_words(parts: int, part: int) -> dict[str, Any]:
+    """Products from rows that lack most words of the gradients' batch. ``parts`` is 1 for one process alone."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, 3)).double()
+    model: nn.Module = DDP(net) if parts > 1 else net
+    opt = SASSHA(net.parameters(), **{**OPTIONS, "lazy_hessian": 2}, perturb_sync=True)
+    opt.attach(model)
+    y = torch.arange(4) % 3
+
+    def loss(rows: Tensor) -> Callable[[], Tensor]:
+        mine = rows[part::parts]
+        return lambda: F.cross_entropy(model(WORDS[mine]), y[mine])
+
+    for t in range(6):
+        products = closure_of(opt, loss(torch.tensor([t % 2, t % 2 + 2])))
+        opt.step(closure_of(opt, loss(torch.arange(4))), hessian_closure=products)
+    return results(net, opt)
+
+
 def watch_early(opt: Any, allowed: bool = True) -> list[collectives.EarlyReduction]:
     """What travels during the latest pass that sends gradients; with ``allowed`` off, nothing ever does."""
     reducer, under_way = opt.parts.reducer, []
@@ -398,6 +420,7 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "synced_bucket_view_fd": lambda: train("synced", hvp="finite_difference", ddp={"gradient_as_bucket_view": True}),
     "different": lambda: different_parameters("exact"),
     "different_fd": lambda: different_parameters("finite_difference"),
+    "rare_words": lambda: rare_words(dist.get_world_size(), dist.get_rank()),
     "overlap": lambda: overlap(True),
     "overlap_off": lambda: overlap(False),
     "overlap_accumulated": lambda: overlap(True, accumulated=True),
