@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD
 
 from ._core.closure import Checked, Closure
@@ -83,9 +84,9 @@ class Suggestion:
         adamw_size: Root mean square of AdamW's updates on trial, for a learning rate of 1.
         size: That of the optimizer's.
         rises: What was measured for ρ.
-        first_loss: Loss of the first batch before all trials.
+        first_loss: Mean loss before all trials, of the batches that the next two are of.
         adamw_loss: Mean loss of the last quarter of AdamW's steps.
-        loss: The same of as many steps of the optimizer with the suggestion.
+        loss: The same of as many steps of the optimizer with the suggestion; infinite if it leapt on the way.
         halvings: How often the learning rate was halved because the loss rose on trial.
         eps_share: Share of the elements in which ``eps`` is larger than the power of the curvature it is added to.
         denominator: Median of these powers.
@@ -132,7 +133,18 @@ class Suggestion:
         found = []
         if self.adamw_loss > self.first_loss:
             found.append(f"AdamW's loss rose at {self.adamw_lr:g}: give a smaller adamw_lr.")
-        if self.halvings:
+        if self.rises and not self.rises[0].is_modest(self.first_loss):
+            rise = self.rises[0]
+            found.append(
+                f"Even rho={rise.rho:g} raises the loss by {rise.measured:.2g} where the gradient predicts "
+                f"{rise.predicted:.2g}: compute the loss in float32 if it is in fewer bits, or give a smaller adamw_lr."
+            )
+        if not _is_lower(self.loss, self.first_loss):
+            found.append(
+                f"The loss still rose on trial at {_short(self.lr)}, after {self.halvings} halvings: don't train with "
+                "this; ask again with a smaller adamw_lr."
+            )
+        elif self.halvings:
             found.append(
                 f"At {_short(self.lr * 2**self.halvings)} the loss rose on trial, so the learning rate was halved "
                 f"{self.halvings} times: begin with a warm-up."
@@ -220,6 +232,10 @@ def _made_for(target: Any, options: dict[str, Any]) -> tuple[nn.Module, Make]:
     """The model, and what makes new optimizers like the one that is asked about."""
     if isinstance(target, nn.Module):
         params = [p for p in target.parameters() if p.requires_grad]
+        if not params or any(map(is_lazy, params)):
+            what = "has no parameter that requires a gradient" if not params else "has lazy parameters"
+            remedy = "unfreeze what is to be trained" if not params else "run a forward pass, which gives them shapes"
+            raise ValueError(f"suggest: the model {what}; {remedy}, and ask again")
         fixed = {"lr", "rho", "weight_decay", "lazy_hessian", "rho_scheduler"} & options.keys()
         if fixed:
             raise TypeError(f"suggest: {sorted(fixed)} can't be given; leave out what is to be found, and schedules")
@@ -265,8 +281,11 @@ def _made_for(target: Any, options: dict[str, Any]) -> tuple[nn.Module, Make]:
 def _like(opt: FusedOptimizer, lr: float, rho: float, decay: float) -> FusedOptimizer:
     """A new optimizer of the same parameters, kind and options. M-SASSHA's updates are SASSHA's."""
     kind: type[FusedOptimizer] = SASSHA if isinstance(opt, MSASSHA) else type(opt)
-    own = {"lr": lr, "weight_decay": decay}
-    groups = [{**group, **own, **({"rho": rho} if "rho" in group else {})} for group in opt.param_groups]
+    spares = any(group["weight_decay"] for group in opt.param_groups)  # groups without decay stay without
+    groups = []
+    for group in opt.param_groups:
+        own = {"lr": lr, "weight_decay": 0.0 if spares and not group["weight_decay"] else decay}
+        groups.append({**group, **own, **({"rho": rho} if "rho" in group else {})})
     state = opt.__getstate__()
     chosen = state["options"]
     variant = replace(chosen.variant, ascent=Ascent.GRADIENT) if isinstance(opt, MSASSHA) else chosen.variant
@@ -312,8 +331,14 @@ def _unchanged(model: nn.Module, kept: list[Tensor]) -> Iterator[list[tuple[Tens
     grads = [tensor.grad for tensor in every]
     random = RandomState(tensor.device for tensor in kept)
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    modes = [(module, module.training) for module in model.modules()]
+    trained = [(param, param.requires_grad) for param in model.parameters()]
 
     def put_back() -> None:
+        for module, training in modes:
+            module.training = training
+        for param, requires_grad in trained:
+            param.requires_grad = requires_grad
         for module, before in buffers:  # a forward pass may have put others in their place
             module._buffers.update(before)
         _write(copies)
@@ -388,8 +413,9 @@ class _Trial:
 
     def suggestion(self, adamw_lr: float, adamw_decay: float) -> Suggestion:
         """All trials, one after the other."""
+        first = self.loss_before()
         adamw, own, losses, opt = self.beside_adamw(adamw_lr)
-        first, last = losses[0], _last_quarter(losses)
+        last = _last_quarter(losses)
         climbs = opt.variant.ascent is Ascent.GRADIENT and self.name != MSASSHA.__name__
         rises = self.rises(opt.adaptive, first) if climbs else []
         rho = max((rise.rho for rise in rises if rise.is_modest(first)), default=rises[0].rho) if climbs else None
@@ -397,7 +423,7 @@ class _Trial:
         most = max(losses) + MOST_LEAP * abs(first)
         for halvings in range(HALVINGS + 1):
             found = self.with_it(lr, rho or 0.0, adamw_decay * adamw_lr / lr, most)
-            if found <= first + MOST_RISE * abs(first) or halvings == HALVINGS:
+            if _is_lower(found, first) or halvings == HALVINGS:
                 break
             lr /= 2
         self.say("")
@@ -421,6 +447,23 @@ class _Trial:
             denominators.median().item(),
             self.steps,
         )
+
+    def loss_before(self) -> float:
+        """The mean loss at the start, of those batches that the last quarter of the steps takes: some are easier."""
+        losses, random = [], RandomState(p.device for p in self.params)
+        for number, closure in enumerate(self.batches[: self.steps]):
+            with torch.enable_grad():
+                loss = self.cleared(closure)()
+            losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
+            if not math.isfinite(losses[-1]):
+                name = f"closures[{number}]" if len(self.batches) > 1 else "closures"
+                raise FloatingPointError(
+                    f"suggest: the loss of {name} is {losses[-1]} at the weights as they are, before any step; look at "
+                    "its batch, and at the model"
+                )
+        _write(self.start)  # buffers may have moved
+        random.restore()
+        return _last_quarter(list(islice(cycle(losses), self.steps)))
 
     def beside_adamw(self, lr: float) -> tuple[float, float, list[float], FusedOptimizer]:
         """Steps of AdamW: the sizes of its updates and of ours at a learning rate of 1, the losses, our optimizer."""
@@ -522,6 +565,11 @@ def _denominators(opt: FusedOptimizer) -> tuple[Tensor, float]:
                 known = d[~is_unknown(d)] / entry[BIAS2]
                 found.append(known.abs().pow(group["hessian_power"]).flatten().cpu())
     return torch.cat(found), float(opt.param_groups[0]["eps"])
+
+
+def _is_lower(loss: float, before: float) -> bool:
+    """Whether a loss has not risen, but for noise."""
+    return loss <= before + MOST_RISE * abs(before)
 
 
 def _last_quarter(losses: list[float]) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from .._core.optimizer import FusedOptimizer
@@ -13,6 +14,8 @@ from ..checks import as_number, shown
 from ..variant import Ascent
 
 __all__ = ["check_shares", "check_use", "first_rows", "taken_share"]
+
+LEAST = 2  # rows of a share, where there are so many: one alone has no variance, which BatchNorm divides by
 
 
 def check_shares(ascent_share: float | None, hessian_share: float | None, *, caller: str) -> None:
@@ -41,22 +44,27 @@ def check_use(opt: FusedOptimizer, ascent_share: float | None, hessian_share: fl
 def first_rows(batch: Any, share: float, *, caller: str) -> Any:
     """The first rows of a batch: of every tensor along its first dimension, in dicts, lists and tuples of any depth.
 
-    Numbers, text and tensors without dimensions stay as they are; a list with an entry for each row is cut too. At
-    least one row is left. Nothing is copied.
+    Numbers, text and tensors without dimensions stay as they are; a list without tensors that has as many entries as
+    the batch has rows is cut too. At least two rows are left, where there are two: BatchNorm needs them. Nothing is
+    copied.
     """
     rows = _rows(batch, caller)
-    return _cut(batch, rows, max(1, round(rows * share)))
+    return _cut(batch, rows, _kept(rows, share), caller)
 
 
 def taken_share(batch: Any, share: float, *, caller: str) -> float:
     """Which share of the rows :func:`first_rows` takes, as rows are whole."""
     rows = _rows(batch, caller)
-    return max(1, round(rows * share)) / rows
+    return _kept(rows, share) / rows
+
+
+def _kept(rows: int, share: float) -> int:
+    return max(min(rows, LEAST), round(rows * share))
 
 
 def _rows(batch: Any, caller: str) -> int:
     """How many rows a batch has."""
-    sizes = {len(tensor) for tensor in _tensors(batch, caller)}
+    sizes = {tensor.shape[0] for tensor in _tensors(batch, caller)}
     if len(sizes) != 1 or 0 in sizes:
         found = f"tensors of {' and '.join(map(str, sorted(sizes)))} rows" if sizes else "no tensor with rows"
         raise ValueError(
@@ -70,6 +78,8 @@ def _rows(batch: Any, caller: str) -> int:
 def _tensors(value: Any, caller: str) -> Iterator[Tensor]:
     """The tensors of a batch that have rows."""
     if isinstance(value, Tensor):
+        if value.is_nested:
+            _refuse(value, caller)
         if value.dim() > 0:
             yield value
     elif isinstance(value, Mapping):
@@ -79,24 +89,43 @@ def _tensors(value: Any, caller: str) -> Iterator[Tensor]:
         for part in value:
             yield from _tensors(part, caller)
     elif value is not None and not isinstance(value, str | bytes | bool | int | float | complex):
-        raise ValueError(
-            f"{caller}: a batch holds a {type(value).__name__}, of which no share can be taken; give tensors in dicts, "
-            "lists or tuples, or write the step yourself with opt.step(closure, ascent_closure=..., "
-            "hessian_closure=...)"
-        )
+        _refuse(value, caller)
 
 
-def _cut(value: Any, rows: int, kept: int) -> Any:
+def _refuse(value: Any, caller: str) -> NoReturn:
+    raise ValueError(
+        f"{caller}: a batch holds a {type(value).__name__}, of which no share can be taken; give tensors in dicts, "
+        "lists or tuples, or write the step yourself with opt.step(closure, ascent_closure=..., hessian_closure=...)"
+    )
+
+
+def _cut(value: Any, rows: int, kept: int, caller: str) -> Any:
     if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_nested:
+            _refuse(value, caller)
         return value[:kept] if value.dim() > 0 else value
     if isinstance(value, Mapping):
-        part = copy(value)
-        for key, entry in value.items():
-            part[key] = _cut(entry, rows, kept)  # type: ignore[index]
-        return part
+        return _cut_mapping(value, rows, kept, caller)
     if isinstance(value, list | tuple):
-        entries: Sequence[Any] = [_cut(entry, rows, kept) for entry in value]
-        if len(value) == rows and not any(isinstance(entry, Tensor | Mapping | list | tuple) for entry in value):
-            entries = entries[:kept]  # something of every row, as names of files
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+        is_named = hasattr(value, "_fields")
+        if len(value) == rows and not is_named and not any(True for _ in _tensors(value, caller)):
+            return value[:kept]  # something of every row, as names of files
+        entries: Sequence[Any] = [_cut(entry, rows, kept, caller) for entry in value]
+        return type(value)(*entries) if is_named else type(value)(entries)
     return value
+
+
+def _cut_mapping(value: Mapping[Any, Any], rows: int, kept: int, caller: str) -> Any:
+    """The same kind of mapping with all entries cut. One whose copies share their entries is refused."""
+    entries = dict(value.items())
+    try:
+        part: Any = copy(value)
+        for key, entry in entries.items():
+            part[key] = _cut(entry, rows, kept, caller)
+    except TypeError:  # it can't be copied, or not be written
+        _refuse(value, caller)
+    if any(value[key] is not entry for key, entry in entries.items()):
+        for key, entry in entries.items():
+            part[key] = entry  # which is the batch itself
+        _refuse(value, caller)
+    return part

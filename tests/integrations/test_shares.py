@@ -1,7 +1,9 @@
 """The share of a batch that a pass of a trainer takes: the first rows of all that is in it."""
 
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import MutableMapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -42,10 +44,57 @@ def test_dicts_that_are_none_and_lists_of_something_for_each_row():
     assert len(batch["files"]) == 8
 
 
+def test_lists_of_what_is_no_tensor_are_cut_by_rows_and_others_entry_by_entry():
+    pairs, ragged = [(1, 2)] * 6, [list(range(n)) for n in range(6)]
+    batch = {"x": rows(6), "pairs": pairs, "ragged": ragged, "size": [4, 4], "both": [rows(6)] * 6}
+    found = first_rows(batch, 1 / 2, caller="test")
+    assert found["pairs"] == pairs[:3]
+    assert found["ragged"] == ragged[:3]
+    assert found["size"] == [4, 4]
+    assert [len(x) for x in found["both"]] == [3] * 6
+
+
+class Fields(MutableMapping):
+    """Entries of its own, which a copy shares."""
+
+    def __init__(self, **fields):
+        self.fields = fields
+
+    def __getitem__(self, key):
+        return self.fields[key]
+
+    def __setitem__(self, key, value):
+        self.fields[key] = value
+
+    def __delitem__(self, key):
+        del self.fields[key]
+
+    def __iter__(self):
+        return iter(self.fields)
+
+    def __len__(self):
+        return len(self.fields)
+
+
+def test_a_batch_whose_copy_is_itself_is_refused_and_stays_whole():
+    batch = Fields(x=rows(), y=torch.arange(8))
+    with pytest.raises(ValueError, match="test: a batch holds a Fields, of which no share can be taken"):
+        first_rows(batch, 1 / 4, caller="test")
+    assert [len(value) for value in batch.values()] == [8, 8]
+    with pytest.raises(ValueError, match="test: a batch holds a mappingproxy, of which no share can be taken"):
+        first_rows(MappingProxyType({"x": rows()}), 1 / 4, caller="test")
+
+
+@pytest.mark.parametrize("make", [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)])
+def test_tensors_whose_rows_can_not_be_taken_are_refused(make):
+    with pytest.raises(ValueError, match="test: a batch holds a Tensor, of which no share can be taken"):
+        first_rows([make(rows().float())], 1 / 4, caller="test")
+
+
 @pytest.mark.parametrize(
-    ("n", "share", "kept"), [(8, 1 / 4, 2), (3, 1 / 4, 1), (1, 1 / 4, 1), (10, 1 / 3, 3), (7, 1, 7)]
+    ("n", "share", "kept"), [(8, 1 / 4, 2), (3, 1 / 4, 2), (2, 1 / 4, 2), (1, 1 / 4, 1), (10, 1 / 3, 3), (7, 1, 7)]
 )
-def test_at_least_one_row_is_left(n, share, kept):
+def test_at_least_two_rows_are_left_where_there_are_two(n, share, kept):
     assert len(first_rows(rows(n), share, caller="test")) == kept
     assert taken_share(rows(n), share, caller="test") == kept / n
 

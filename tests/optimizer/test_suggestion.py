@@ -305,7 +305,7 @@ def test_what_it_can_not_work_with_is_said():
     for name, value in (("adamw_lr", 0.0), ("adamw_weight_decay", -1.0), ("steps", 0)):
         with pytest.raises(ValueError, match=f"suggest: {name} is"):
             suggest(net, closures, **{name: value})
-    with pytest.raises(FloatingPointError, match=r"the loss became nan in steps of AdamW with learning rate 0.001"):
+    with pytest.raises(FloatingPointError, match=r"the loss of closures\[0\] is nan at the weights as they"):
         suggest(net, closures_of(net, math.nan))
     with pytest.raises(RuntimeError, match=r"no parameter has a gradient|can't be compared|no gradient has a graph"):
         suggest(net, lambda: 1.0)
@@ -323,3 +323,91 @@ def test_a_wrapped_model_is_refused(monkeypatch):
     monkeypatch.setattr(sassha_fast.suggestion, "DistributedDataParallel", Wrapped)
     with pytest.raises(TypeError, match="the model is a DistributedDataParallel, but one process is enough"):
         suggest(Wrapped(2, 2), lambda: 0.0)
+
+
+def test_which_batch_comes_first_is_of_no_matter():
+    """Losses are compared with those of the same batches: one batch may be easier than the others."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 20)
+    y = x.sum(1)
+    model = nn.Sequential(nn.Linear(20, 32), nn.GELU(), nn.Linear(32, 1))
+
+    def closure(rows):
+        def run():
+            loss = F.mse_loss(model(x[rows])[:, 0], y[rows])
+            loss.backward()
+            return loss
+
+        return run
+
+    few = [closure(slice(i, None, 8)) for i in range(8)]
+    found = [suggest(model, few[k:] + few[:k]) for k in range(0, 8, 2)]
+    assert not any(each.halvings for each in found)
+    assert not any("AdamW's loss rose" in str(each) for each in found)
+    rates = [each.lr for each in found]
+    assert max(rates) < 3 * min(rates)
+
+
+def test_a_suggestion_that_did_not_train_says_so():
+    net = make_net()
+    found = suggest(net, closures_of(net), adamw_lr=1e3, **QUICK)
+    assert f"The loss still rose on trial at {found.lr:.2g}, after 4 halvings: don't train with this" in str(found)
+    assert "begin with a warm-up" not in str(found)
+
+
+def test_an_ascent_that_can_not_be_measured_says_so():
+    net = make_net().bfloat16()
+    x, y = torch.randn(16, 12).bfloat16(), torch.randint(0, 3, (16,))
+
+    def closure():
+        loss = F.cross_entropy(net(x), y)  # in bfloat16, whose steps are larger than the rise
+        loss.backward()
+        return loss
+
+    found = suggest(net, closure, **QUICK)
+    assert found.rho == found.rises[0].rho
+    assert f"Even rho={found.rho:g} raises the loss by" in str(found)
+
+
+def test_models_without_weights_to_train_are_named():
+    net = make_net()
+    for p in net.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match="suggest: the model has no parameter that requires a gradient; unfreeze"):
+        suggest(net, lambda: torch.zeros(()))
+    with pytest.raises(ValueError, match="suggest: the model has lazy parameters; run a forward pass"):
+        suggest(nn.LazyLinear(3), lambda: torch.zeros(()))
+
+
+def test_modes_that_a_closure_sets_are_put_back():
+    net = make_net()
+    loss = make_loss(net)
+
+    def closure():
+        net.eval()
+        value = loss()
+        value.backward()
+        net[0].bias.requires_grad_(True)
+        return value
+
+    suggest(net, closure, **QUICK)
+    assert all(module.training for module in net.modules())
+
+
+def test_groups_without_decay_stay_without(monkeypatch):
+    net = make_net()
+    weights, biases = ([p for p in net.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
+    opt = SASSHA([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.1, weight_decay=0.1)
+    opt.attach(net)
+    seen = []
+    plain = sassha_fast.suggestion._like
+
+    def noting(*arguments):
+        found = plain(*arguments)
+        seen.append([group["weight_decay"] for group in found.param_groups])
+        return found
+
+    monkeypatch.setattr(sassha_fast.suggestion, "_like", noting)
+    suggest(opt, closures_of(net), **QUICK)
+    assert any(first > 0 for first, _ in seen)
+    assert not any(second for _, second in seen)
