@@ -9,10 +9,17 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import setuptools
+
+# Without isolation nobody else looks at pyproject.toml's requirement; the first that is missed is bdist_wheel.
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(f"setup.py: setuptools is {setuptools.__version__}, expected 77 or later: pip install 'setuptools>=77'")
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -57,17 +64,26 @@ SIM_FLAGS = ["-O2", "-DSASSHA_SIM", "-DSASSHA_NAMESPACE=sassha_fast_sim", "-DSAS
 
 
 def find_compiler() -> str:
+    """The C++ compiler, with what CXX has before and behind it, such as ``ccache g++``."""
     compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
+    command = shlex.split(compiler) or [""]
+    if shutil.which(command[0]) is None:
         sys.exit(
             f"setup.py: the C++ compiler {compiler!r} was not found; install g++ (11 or later), set CXX, or set "
             "SASSHA_NATIVE=0 to install without kernels: backend foreach, the same bits and slower"
         )
-    about = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    version = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True).stdout.strip()
+    about = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([*command, "-dumpversion"], capture_output=True, text=True).stdout.strip()
+    if not version[:1].isdigit():
+        sys.exit(f"setup.py: {compiler!r} does not tell its version as a C++ compiler does; set CXX to g++ 11 or later")
     if "Free Software Foundation" in about and int(version.split(".")[0]) < GCC_FLOOR:
         sys.exit(f"setup.py: {compiler} is g++ {version}, expected {GCC_FLOOR} or later; set CXX to a newer one")
     return compiler
+
+
+def host_compiler() -> str:
+    """The same for nvcc, which takes a name alone: the last word of CXX that is a program."""
+    return next(word for word in reversed(shlex.split(find_compiler())) if shutil.which(word))
 
 
 def native() -> bool:
@@ -130,8 +146,8 @@ def find_needed() -> str:
         from ninja import BIN_DIR
     except ImportError as error:
         sys.exit(
-            f"setup.py: {error.name} can't be imported here; install torch (2.10 or later), ninja and setuptools, and "
-            "build beside them: pip install --no-build-isolation ."
+            f"setup.py: {error.name} can't be imported here; install torch (2.10 or later), ninja and 'setuptools>=77' "
+            "and build beside them: pip install --no-build-isolation ."
         )
     return str(BIN_DIR)
 
@@ -155,7 +171,7 @@ class Ninja:
         if self.nvcc is not None:
             # nvcc runs its own host compiler. CUDA's runtime is torch's, found by csrc/cuda/runtime.cpp.
             self.lines += [
-                f"nvcc = {self.nvcc} -ccbin {find_compiler()}",
+                f"nvcc = {self.nvcc} -ccbin {host_compiler()}",
                 f"cuda_flags = {' '.join([*CUDA_FLAGS, *arch_flags()])} {includes}",
                 *self.rule("cuda", "$nvcc -MD -MF $out.d $cuda_flags -c $in -o $out", depfile=True),
                 # Through libtorch a torch with CUDA brings libtorch_cuda and the current stream; nothing else of it is

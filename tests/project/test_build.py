@@ -1,6 +1,7 @@
 """The build script says what it misses."""
 
 import importlib.util
+import runpy
 import sys
 from pathlib import Path
 
@@ -41,6 +42,23 @@ def test_without_nvcc_auto_builds_for_the_cpu_and_1_ends_the_build(build, only, 
     monkeypatch.setenv("SASSHA_CUDA", "1")
     with pytest.raises(SystemExit, match="SASSHA_CUDA=1, but nvcc was not found; install the CUDA toolkit"):
         build.find_nvcc()
+
+
+def test_a_compiler_may_have_words_around_it(build, only, monkeypatch):
+    only(ccache="12", **{"g++": "12"})
+    monkeypatch.setenv("CXX", "ccache g++ -pipe")
+    assert build.find_compiler() == "ccache g++ -pipe"
+    assert build.host_compiler() == "g++"
+    only(cc="no number")
+    monkeypatch.setenv("CXX", "cc")
+    with pytest.raises(SystemExit, match="'cc' does not tell its version as a C"):
+        build.find_compiler()
+
+
+def test_old_setuptools_are_named(monkeypatch):
+    monkeypatch.setattr("setuptools.__version__", "65.5.0")
+    with pytest.raises(SystemExit, match=r"setuptools is 65\.5\.0, expected 77 or later: pip install 'setuptools>=77'"):
+        runpy.run_path(str(SETUP))
 
 
 def test_an_old_nvcc_is_named(build, only, monkeypatch):
