@@ -366,7 +366,8 @@ class FusedOptimizer(Optimizer, Joinable):
             ascent_closure: Computes the gradient at x, which gives the ascent its direction, from another, usually
                 smaller, batch; ``closure`` is then called at x + ε alone, and moves BatchNorm statistics there. Both
                 begin with the same random numbers. Not called where ρ is 0.
-            hessian_closure: On refreshes, computes the products from another, usually smaller, batch.
+            hessian_closure: On refreshes, computes the products from another, usually smaller, batch. What that one
+                lacks, and the gradient's batch has, keeps the curvature that is known of it.
 
         Returns:
             The loss of the closure's first call: at x, or with ``ascent_closure`` at x + ε.
