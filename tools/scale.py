@@ -6,6 +6,7 @@ times follow from the bandwidth and latency given below. Written into docs/scale
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,7 @@ def table() -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m tools.scale", description=__doc__.splitlines()[0]).parse_args()
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
