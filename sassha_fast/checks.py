@@ -21,6 +21,7 @@ __all__ = [
     "check_choice",
     "check_count",
     "check_flag",
+    "check_memory",
     "check_number",
     "check_overlap",
     "check_param",
@@ -143,7 +144,7 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...], *, caller: str
 
 
 def check_param(name: str, param: Any, *, caller: str) -> None:
-    """Raises ValueError for a parameter that is sparse, complex, not floating point or whose elements share memory."""
+    """Raises ValueError for a parameter that is sparse, complex, not floating point or not alone with its memory."""
     if not isinstance(param, Tensor):
         return  # torch's own error names the type
     if param.is_complex() or not param.is_floating_point():
@@ -154,6 +155,17 @@ def check_param(name: str, param: Any, *, caller: str) -> None:
         raise ValueError(
             f"{caller}: {name} is expanded or overlaps itself (shape {tuple(param.shape)}, strides {param.stride()}), "
             "so elements share memory and can't be updated one by one; pass a copy of it, as of p.contiguous()"
+        )
+    check_memory(name, param, caller=caller)
+
+
+def check_memory(name: str, param: Tensor, *, caller: str) -> None:
+    """Raises ValueError for a parameter whose memory holds the opposite of its values."""
+    if param.is_neg():
+        raise ValueError(
+            f"{caller}: {name} has torch's negative bit, as the imaginary part of a conjugate has: its memory "
+            "holds the opposite of its values, and its other views would move the wrong way; make a parameter of "
+            "p.detach().resolve_neg()"
         )
 
 

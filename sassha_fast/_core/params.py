@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .. import backends
-from .._passes.accessors import clear_grads, device_of, grad, is_own
+from .._passes.accessors import clear_grads, device_of, grad, is_neg, is_own, resolved
 from .._passes.plan import Plan
 from .._passes.shards import local
 from .._passes.upload import is_capturing
-from ..checks import check_overlap, parameter_name
+from ..checks import check_memory, check_overlap, parameter_name
 from .compact import stored_format
 from .keys import BIAS2, HESSIAN_STEP
 from .options import Options
@@ -31,6 +31,7 @@ MOST_PLANS = 8  # of a model whose set of gradients keeps changing
 
 def owned(gradient: Tensor) -> Tensor:
     """A gradient that the next backward pass can't overwrite: views of DDP's buckets, and of others, are copied."""
+    gradient = resolved(gradient)
     here = local(gradient)
     alone = here.untyped_storage().nbytes() == here.numel() * here.element_size() and is_own(here)
     return gradient.detach() if alone else gradient.detach().clone()
@@ -92,9 +93,11 @@ class Parameters:
                 return None, []
         plan = self.plan(key, options, again=again)
         grads: list[Tensor] = found if key is None else list(compress(found, key))  # type: ignore[assignment,arg-type]
-        for i in plan.singles:
-            if grads[i].is_neg():
-                grads[i] = plan.params[i].grad = grads[i].resolve_neg()
+        if any(map(is_neg, grads)):  # as of an imaginary part that somebody has set by hand
+            grads = list(map(resolved, grads))
+            for p, g in zip(plan.params, grads, strict=True):
+                p.grad = g
+            del g  # which would pass for somebody's that reads it
         return plan, grads
 
     def have_grads(self) -> bool:
@@ -186,7 +189,10 @@ class Parameters:
 
     def check_overlap(self, caller: str) -> None:
         """Raises ValueError if parameters share memory: by construction, or since somebody set ``p.data``."""
-        check_overlap(self.names(), list(map(local, self.all)), caller=caller)
+        names, here = self.names(), list(map(local, self.all))
+        for name, p in zip(names, here, strict=True):
+            check_memory(name, p, caller=caller)
+        check_overlap(names, here, caller=caller)
 
     def names(self) -> list[str]:
         """What errors call each parameter."""

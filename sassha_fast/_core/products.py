@@ -10,7 +10,7 @@ from operator import attrgetter, methodcaller
 import torch
 from torch import Tensor
 
-from .._passes.accessors import ranged, used_here
+from .._passes.accessors import is_neg, ranged, resolved, used_here
 from .._passes.layout import PROBE_GRADIENT, SIGNED_PRODUCT
 from .._passes.plan import Plan
 from .._passes.reference import Products
@@ -65,8 +65,6 @@ def exact_products(
     inputs, outputs = [plan.params[i] for i in positions], [grads[positions[j]] for j in connected]
     # Of a parameter that was frozen after it had gradients, nothing can be differentiated. Its gradient is 0.
     frozen = [] if len(connected) == len(inputs) else [j for j, p in enumerate(inputs) if not p.requires_grad]
-    alone = set(plan.singles)
-    singles = [j for j, i in enumerate(positions) if i in alone]
     length = probe_scale(elements)
     sums: list[Tensor] = []
     for sample in range(n_samples):
@@ -78,8 +76,8 @@ def exact_products(
         products = _differentiated(outputs, free, probes, retain_graph=not last, caller=caller)
         for j in frozen:
             products.insert(j, torch.zeros_like(inputs[j]))
-        for j in singles:
-            products[j] = products[j].resolve_neg()
+        if any(map(is_neg, products)):
+            products = list(map(resolved, products))
         torch._foreach_mul_(signs, length)
         if n_samples == 1 and not signed:
             return _unsigned(plan, positions, products, signs), length

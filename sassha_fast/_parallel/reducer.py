@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._passes.accessors import resolved
 from .._passes.shards import is_sharded, local
 from .collectives import EarlyReduction, all_reduce_together
 
@@ -153,8 +154,11 @@ class Reducer:
         there = self._anywhere([*present, *asked], params[0].device)
         chosen = [i for i, is_present in zip(trained, there, strict=False) if is_present]
         for i in chosen:
-            if params[i].grad is None:
+            grad = params[i].grad
+            if grad is None:
                 params[i].grad = torch.zeros_like(params[i])
+            elif grad.is_neg():
+                params[i].grad = resolved(grad)
             if products is not None and products[i] is None:
                 products[i] = torch.zeros_like(params[i])
         if products is not None:

@@ -21,6 +21,7 @@ R = TypeVar("R")
 
 address = torch._C.TensorBase.data_ptr
 is_contiguous = torch._C.TensorBase.is_contiguous
+is_neg = torch._C.TensorBase.is_neg
 numel = torch._C.TensorBase.numel  # a method, which costs half of what a property does
 dtype: Callable[[Tensor], torch.dtype] = torch._C.TensorBase.__dict__["dtype"].__get__
 device_of: Callable[[Tensor], torch.device] = torch._C.TensorBase.__dict__["device"].__get__
@@ -29,6 +30,17 @@ set_grad: Callable[[Tensor, None], None] = torch._C.TensorBase.__dict__["grad"].
 version: Callable[[Tensor], int] = torch._C.TensorBase.__dict__["_version"].__get__
 record_stream = torch._C.TensorBase.record_stream
 requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds its values, and not their opposites under torch's negative bit.
+
+    Kernels read memory, and torch hands an operator a copy instead that is gone when it returns.
+    """
+    if not tensor.is_neg():
+        return tensor
+    with torch.set_grad_enabled(tensor.requires_grad):  # a refresh differentiates it
+        return tensor.resolve_neg()
 
 
 def clear_grads(params: Iterable[Tensor]) -> None:

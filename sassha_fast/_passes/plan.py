@@ -49,7 +49,6 @@ class Plan:
         spans: The slice that each group takes of every list: parameters come group by group.
         has_curvature: Whether every parameter has some. Once true, it stays true.
         has_own_grads: Whether nobody but their tensors held the memory of the first gradients: it may be taken.
-        singles: Parameters of one element.
         states: State that is bound to the passes.
         signs_in_registers: Of each parameter, whether the update can draw the signs of its product itself.
         constants: Numbers of the host on the devices.
@@ -106,9 +105,6 @@ class Plan:
         self.has_corrections = any(stored.correction_bits > 0 for stored in formats)
         self.rounds_state = any(stored.state_bits < 32 for stored in formats)
         self.numels = [p.numel() for p in params]
-        # Only these may have a gradient whose sign torch keeps in a bit beside it, as of an imaginary part: larger ones
-        # would have gaps.
-        self.singles = [i for i, size in enumerate(self.numels) if size == 1]
         self.signs_in_registers = [False] * len(params)
         for part, places in self.parts:
             for j, i in enumerate(places):

@@ -74,7 +74,7 @@ def test_exact_products_are_those_of_torch_func(name):
 class Ones:
     """Probes of ones: with a Hessian of positive entries no product cancels."""
 
-    signs_in_registers, singles = (True,), ()
+    signs_in_registers = (True,)
 
     def __init__(self, *params):
         self.params = params
@@ -117,7 +117,7 @@ def test_the_scale_of_probes_changes_no_bit_in_float32(n_samples):
 
 
 class _Reference:
-    signs_in_registers, singles = (True,) * 6, ()
+    signs_in_registers = (True,) * 6
 
     def __init__(self, params):
         self.params = params
