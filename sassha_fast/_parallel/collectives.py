@@ -91,10 +91,13 @@ class EarlyReduction:
         self.handles: list[RemovableHandle] = []
 
     def __enter__(self) -> EarlyReduction:
-        """From here on, gradients that are accumulated are sent."""
-        for bucket in self.buckets:
-            for p in bucket.params:
+        """From here on, gradients that are accumulated are sent. One that is frozen since gets none in this pass."""
+        try:
+            for p in (p for bucket in self.buckets for p in bucket.params if p.requires_grad):
                 self.handles.append(p.register_post_accumulate_grad_hook(self._ready))  # type: ignore[no-untyped-call]
+        except BaseException:  # later passes must not send for this one
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *args: object) -> None:

@@ -149,10 +149,10 @@ class Reducer:
             early = None
         stale = early.stale if early is not None else []
         asked = stale if products is None else [coarse, seen is not None]
-        trained = [i for i, p in enumerate(params) if p.requires_grad]
-        present = [params[i].grad is not None for i in trained]
+        # Processes agree on what has gradients alone: of a layer that one of them has frozen, it has none to send.
+        present = [p.grad is not None for p in params]
         there = self._anywhere([*present, *asked], params[0].device)
-        chosen = [i for i, is_present in zip(trained, there, strict=False) if is_present]
+        chosen = [i for i, is_present in enumerate(there[: len(params)]) if is_present]
         for i in chosen:
             grad = params[i].grad
             if grad is None:
@@ -166,7 +166,7 @@ class Reducer:
         left = [params[i] for i in chosen]
         self.reduced = left
         if early is not None:
-            stale_params = set(map(id, early.finish(there[len(trained) :], mean=mean)))
+            stale_params = set(map(id, early.finish(there[len(params) :], mean=mean)))
             left = [p for p in left if id(p) not in early.places or id(p) in stale_params]
         tensors: list[Tensor] = [p.grad.detach() for p in left]  # type: ignore[union-attr]
         if products is not None:

@@ -185,6 +185,29 @@ def test_processes_that_use_other_parameters_agree(two, name):
     assert [entry.get("step") for entry in found["state"]] == [8, 8, 8, 8, 7, 7, None, None]
 
 
+def test_a_layer_that_is_frozen_in_all_processes_rests_until_it_is_trained_again(two):
+    found = two["frozen_sync"][0]
+    net = make_net(torch.float64)
+    opt = SASSHA(net.parameters(), **{**replicas.OPTIONS, "lazy_hessian": 4})
+    assert_close(found, replicas.freezing(net, opt, replicas.part_loss(net, torch.float64, 0, 1)))
+    for name in ("frozen", "frozen_sync"):
+        assert_same_bits(two[name][0]["seen"][:1], two[name][0]["seen"][1:])
+        assert [entry["step"] for entry in two[name][0]["state"]] == [6, 6, 9, 9, 9, 9]
+
+
+def test_a_layer_that_one_process_has_frozen_is_trained_by_the_others_in_all(two):
+    """That replicas are equal is tested with all others."""
+    found = two["frozen_in_one"]
+    assert not torch.equal(*found[1]["seen"])
+    assert [entry["step"] for entry in found[1]["state"]] == [9] * 6
+
+
+def test_a_gradient_of_a_layer_that_was_frozen_since_is_reduced(two):
+    one, other = two["frozen_late"]
+    assert_same_bits(one["params"], other["params"])
+    assert not torch.equal(one["params"][0], make_net(torch.float64)[0].weight)
+
+
 @pytest.mark.parametrize("name", ["uneven", "uneven_sync", "uneven_momentum"])
 def test_a_process_without_data_takes_the_steps_of_the_others(two, name):
     for rank in two[name]:

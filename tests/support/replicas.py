@@ -365,6 +365,42 @@ def scaled(overflow: bool) -> dict[str, Any]:
     return {**results(net, opt), "scale": scaler.get_scale()}
 
 
+def frozen(only: int | None = None, **options: Any) -> dict[str, Any]:
+    """The first layer is frozen for steps 3 to 5, in all processes or in one, and trained again afterwards."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net(torch.float64)
+    model = DDP(net)
+    opt = SASSHA(net.parameters(), **{**OPTIONS, "lazy_hessian": 4}, **options)
+    opt.attach(model)
+    return freezing(net, opt, part_loss(model, torch.float64, rank, size), only in (None, rank))
+
+
+def freezing(net: nn.Module, opt: Any, loss: Callable[[], Tensor], freezes: bool = True) -> dict[str, Any]:
+    """Nine steps, of which steps 3 to 5 may be without the first layer, whose weights after steps 2 and 5 are kept."""
+    seen = []
+    for t in range(9):
+        if freezes:
+            net[0].requires_grad_(not 3 <= t <= 5)
+        opt.step(closure_of(opt, loss))
+        if t in (2, 5):
+            seen.append(net[0].weight.detach().clone())
+    return {**results(net, opt), "seen": seen}
+
+
+def frozen_late() -> dict[str, Any]:
+    """In a loop by hand a layer is frozen as its gradient is there, which belongs to the step all the same."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net(torch.float64)
+    model = DDP(net)
+    opt = SAM(net.parameters(), torch.optim.SGD, lr=0.1, rho=0.0)
+    opt.attach(model)
+    with model.no_sync():
+        part_loss(model, torch.float64, rank, size)().backward()
+    net[0].requires_grad_(False)
+    opt.step()
+    return {"params": results(net, opt)["params"]}
+
+
 class Counted:
     """Counts the collectives and bytes of everything that runs inside."""
 
@@ -446,5 +482,9 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "traffic": lambda: traffic(False),
     "traffic_sync": lambda: traffic(True),
     "ambiguous": ambiguous,
+    "frozen": lambda: frozen(),
+    "frozen_sync": lambda: frozen(perturb_sync=True),
+    "frozen_in_one": lambda: frozen(only=1),
+    "frozen_late": frozen_late,
     "drift": lambda: train("local", steps=1000, dtype=torch.float32, lr=1e-3),
 }
