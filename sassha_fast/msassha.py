@@ -139,10 +139,19 @@ class MSASSHA(FusedOptimizer):
         self._set_evaluating(False)  # first: with x + ε in the parameters, adopting them again would lose x
         try:
             self._momentum.derive(self.parts)
-        except BaseException:  # an interrupt: x is known, so the way leads on
-            self._momentum.derive(self.parts)
+        except BaseException:  # an interrupt: x is known, so the way leads on, unless a parameter no longer fits it
+            self._derive_or_stay()
             raise
         self._momentum.watch(self.parts)
+
+    def _derive_or_stay(self) -> None:
+        """Writes x + ε into the parameters, or leaves x in all of them."""
+        try:
+            self._momentum.derive(self.parts)
+        except BaseException:
+            self._momentum.put_back(self.parts)
+            self._set_evaluating(True)
+            raise
 
     @contextmanager
     def true_weights(self) -> Iterator[None]:

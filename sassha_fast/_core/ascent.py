@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .._passes.accessors import IDLE_REFCOUNT, is_own, requires_grad, used_here, version
+from .._passes.accessors import IDLE_REFCOUNT, is_own, requires_grad, used_here, version, weights_moved
 from .._passes.plan import Plan
 from .._passes.reference import Stepped
 from .._passes.shards import local
@@ -288,6 +288,15 @@ class MomentumAscent(Ascent):
             if CORRECTION in entry:  # belongs to the x that it was made for
                 local(entry[CORRECTION]).masked_fill_(x != local(p.data), 0)
             x.copy_(local(p.data))
+
+    def put_back(self, parts: Parts) -> None:
+        """Writes x into the parameters that may have been derived from it; those of another kind were not."""
+        kept = self.kept(parts)
+        for p in kept:
+            x = parts.params.state[p][WEIGHT]
+            if (x.dtype, x.shape, x.device) == (p.dtype, p.shape, p.device):
+                local(p.data).copy_(local(x))
+        weights_moved(kept)
 
     def derive(self, parts: Parts, chosen: Iterable[Tensor] | None = None) -> None:
         """Writes x + ε into parameters again, each with the ε of its own last step."""

@@ -42,6 +42,40 @@ def test_parameters_hold_x_plus_epsilon_of_length_rho_between_steps():
     assert float(opt.stats.grad_norm) == pytest.approx(float(m.norm()), rel=1e-12)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_train_that_raises_leaves_the_true_weights_and_can_be_repeated(number):
+    """Of two layers one had no gradient in the last step, so that each has an ε of its own."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    opt = MSASSHA(net.parameters(), **OPTIONS)
+    x = torch.randn(5, 3)
+
+    def step():
+        net(x).square().sum().backward(create_graph=opt.hessian_due)
+        opt.step()
+        opt.zero_grad()
+
+    step()
+    net[0].requires_grad_(False)
+    step()
+    net[0].requires_grad_(True)
+    perturbed = snapshot(net)
+    opt.eval()
+    shown = snapshot(net)
+    net[number].double()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="changed its dtype after its first step"):
+            opt.train()
+        assert opt.evaluating
+        with pytest.raises(RuntimeError, match=r"the parameters hold the true weights since eval"):
+            opt.step()
+    net[number].float()
+    assert_same_bits(snapshot(net), shown)
+    opt.train()
+    assert_same_bits(snapshot(net), perturbed)
+    step()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "foreach", "cpu"])
 def test_eval_shows_x_and_train_brings_x_plus_epsilon_back_bit_for_bit(backend, dtype):
