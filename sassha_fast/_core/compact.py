@@ -10,10 +10,19 @@ from torch import Tensor
 
 from .. import formats
 from .._passes.shards import is_sharded, local
-from ..checks import refuse_saved
+from ..checks import as_integer, refuse_saved
 from ..formats import Format, flat, format_of, groups_of
 from ..variant import Sample
-from .keys import CORRECTION, EXP_AVG, EXP_AVG_SCALE, HESSIAN, HESSIAN_SCALE, SAVED_CODES, WEIGHT
+from .keys import (
+    CODES_ORDER,
+    CORRECTION,
+    EXP_AVG,
+    EXP_AVG_SCALE,
+    HESSIAN,
+    HESSIAN_SCALE,
+    SAVED_CODES,
+    WEIGHT,
+)
 from .options import Options
 
 CODES = (torch.int8, torch.uint8)
@@ -114,14 +123,56 @@ def as_full(packed: dict[str, Any]) -> dict[str, Any]:
     own = {saved: key for key, saved in SAVED_CODES.items()}
     state = {}
     for index, saved in packed["state"].items():
-        entry = {own.get(key, key): value for key, value in saved.items()}
+        entry = _in_order({own.get(key, key): value for key, value in saved.items()})
         state[index] = full_entry(entry) if is_compact(entry) else entry
     return {**packed, "state": state}
 
 
 def saved_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """State as it is, with codes under names of their own."""
-    return {SAVED_CODES.get(key, key) if _is_code(value) else key: value for key, value in entry.items()}
+    """State as it is, with codes under names of their own, and with the order that their groups have in memory."""
+    saved = {SAVED_CODES.get(key, key) if _is_code(value) else key: value for key, value in entry.items()}
+    if EXP_AVG_SCALE in entry:
+        saved[CODES_ORDER] = _order_of(entry[EXP_AVG])
+    return saved
+
+
+def _order_of(codes: Tensor) -> int:
+    """The dimensions from the largest stride to the smallest as digits, such as 231 for 0231, channels last.
+
+    0 if this is their own order. Tools that copy tensors, ``torch.distributed.checkpoint`` among them, keep the index
+    of an element but not its place in memory, which the groups follow.
+    """
+    if codes.is_contiguous():
+        return 0
+    number = 0
+    for d in sorted(range(codes.dim()), key=lambda d: (-codes.stride()[d], d)):
+        number = number * max(10, codes.dim()) + d
+    return number
+
+
+def _dimensions(dims: int, number: Any) -> list[int] | None:
+    """The dimensions that :func:`_order_of` made ``number`` of, None if it is no order of so many."""
+    whole, base = as_integer(number), max(10, dims)
+    if whole == 0:
+        return list(range(dims))
+    if whole is None or not 0 < whole < base**dims:
+        return None
+    found = [whole // base**place % base for place in reversed(range(dims))]
+    return found if sorted(found) == list(range(dims)) else None
+
+
+def _in_order(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved entry with 8-bit codes laid out as they were when they were saved. Older ones say nothing of it."""
+    found = dict(entry)
+    number = found.pop(CODES_ORDER, None)
+    for key in (EXP_AVG, HESSIAN):
+        codes = found.get(key)
+        if number is None or not isinstance(codes, Tensor) or codes.dtype not in CODES:
+            continue
+        order = _dimensions(codes.dim(), number)
+        if order is not None:  # codes of another shape are refused afterwards
+            found[key] = codes.permute(order).contiguous().permute([order.index(d) for d in range(codes.dim())])
+    return found
 
 
 def _is_code(value: Any) -> bool:
@@ -138,6 +189,10 @@ def checked_full(entry: Mapping[str, Any], param: Tensor, name: str, *, caller: 
         ValueError: If codes do not fit their scales, or the parameter.
     """
     entry = _with_own_names(entry, name, caller)
+    if _dimensions(param.dim(), entry.get(CODES_ORDER, 0)) is None:
+        expected = f"0, or its {param.dim()} dimensions as digits"
+        refuse_saved(f"{CODES_ORDER!r} of {name}", entry[CODES_ORDER], expected, caller=caller)
+    entry = _in_order(entry)
     for key, scale_key, dtype in ((EXP_AVG, EXP_AVG_SCALE, torch.float32), (HESSIAN, HESSIAN_SCALE, torch.bfloat16)):
         codes, scales = entry.get(key), entry.get(scale_key)
         if not isinstance(codes, Tensor) or codes.dtype not in CODES:

@@ -5,9 +5,13 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from compact_runs import COMPACT, METHODS, SETTINGS, SEVEN, Setting, built, decoded, id_of, train, trained
 from tolerances import CURVATURE_RTOL, MOMENTUM_BOUND
-from training import assert_same_bits, assert_same_state, make_loss, make_net, snapshot, state_of
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from training import assert_same_bits, assert_same_state, closure_of, make_loss, make_net, snapshot, state_of
 
 from sassha_fast import SAM, SASSHA
 
@@ -127,6 +131,110 @@ def test_sam_leaves_the_state_of_its_base_optimizer_as_it_is():
     assert_same_state(state_of(opt.base_optimizer), before)
 
 
+# ---- layouts of memory -----------------------------------------------------------------------------------------------
+
+
+def images(memory_format, seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GELU(), nn.Conv2d(16, 9, 3), nn.Flatten(), nn.Linear(9, 7))
+    net = net.bfloat16().to(memory_format=memory_format)
+    return net, SASSHA(net.parameters(), lr=0.02, rho=0.05, lazy_hessian=3, **SEVEN.options)
+
+
+def train_on_images(net, opt, steps):
+    x = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(steps):
+        opt.step(closure_of(opt, lambda: nn.functional.cross_entropy(net(x).float(), torch.arange(8) % 7)))
+
+
+def through_distributed_checkpoint(folder, net, opt, other_net, other, *, without=(), planner=None):
+    """What ``other`` gets if what ``opt`` has is saved by torch.distributed.checkpoint, but for some keys."""
+    saved = get_optimizer_state_dict(net, opt)
+    for entry in saved["state"].values():
+        for key in without:
+            entry.pop(key, None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save({"opt": saved}, checkpoint_id=folder, no_dist=True)
+    train_on_images(other_net, other, 1)  # which there is state of
+    found = {"opt": get_optimizer_state_dict(other_net, other)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(found, checkpoint_id=folder, no_dist=True, planner=planner)
+    set_optimizer_state_dict(other_net, other, found["opt"])
+
+
+def copied_contiguously(folder, net, opt, other_net, other):
+    saved = through_file(opt.state_dict())[1]
+    for entry in saved["state"].values():
+        entry.update({key: value.contiguous() for key, value in entry.items() if isinstance(value, torch.Tensor)})
+    other.load_state_dict(saved)
+
+
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+@pytest.mark.parametrize("tool", [copied_contiguously, through_distributed_checkpoint])
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_tools_that_copy_tensors_do_not_tear_codes_from_their_scales(source, target, tool, tmp_path):
+    """Groups of a scale follow memory, and a copy follows the indices of elements."""
+    net, opt = images(LAYOUTS[source])
+    train_on_images(net, opt, 5)
+    other_net, other = images(LAYOUTS[target], seed=1)
+    tool(tmp_path, net, opt, other_net, other)
+    for found, wanted in zip(decoded(other), decoded(opt), strict=True):
+        for key, bound in (("exp_avg", MOMENTUM_BOUND), ("exp_hessian_diag", CURVATURE_RTOL)):
+            most = bound * wanted[key].abs() if key == "exp_hessian_diag" else bound * wanted[key].abs().max()
+            assert ((found[key] - wanted[key]).abs() <= most).all(), key
+    if source == target:
+        other_net.load_state_dict(net.state_dict())
+        train_on_images(net, opt, 4)
+        train_on_images(other_net, other, 4)
+        assert_same_bits(snapshot(other_net), snapshot(net))
+        assert_same_state(state_of(other), state_of(opt))
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_checkpoints_that_do_not_say_how_codes_lie_are_read_as_they_lie(source, target):
+    net, opt = images(LAYOUTS[source])
+    train_on_images(net, opt, 5)
+    saved = through_file(opt.state_dict())[1]
+    for entry in saved["state"].values():
+        entry.pop("codes_order", None)
+    others = [images(LAYOUTS[target], seed=1)[1] for _ in range(2)]
+    for other, checkpoint in zip(others, (saved, opt.state_dict()), strict=True):
+        other.load_state_dict(checkpoint)
+    assert_same_state(state_of(others[0]), state_of(others[1]))
+
+
+def test_older_distributed_checkpoints_load_if_the_planner_may_leave_keys_out(tmp_path):
+    net, opt = images(torch.channels_last)
+    train_on_images(net, opt, 5)
+    other_net, other = images(torch.channels_last, seed=1)
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    without = {"codes_order", "weight_correction_mantissa"}
+    through_distributed_checkpoint(tmp_path, net, opt, other_net, other, without=without, planner=planner)
+    assert_same_state(state_of(other), state_of(opt))
+
+
+def test_any_order_of_dimensions_is_kept():
+    for order in ((1, 0), (2, 0, 1), (0, 2, 3, 1), (3, 2, 1, 0), tuple(reversed(range(12)))):
+        sizes = [3, 5, 4, 2, *[1] * 6, 2, 3][: len(order)]
+        back = [order.index(d) for d in range(len(order))]
+        p = torch.nn.Parameter(torch.randn([sizes[d] for d in order]).permute(back))
+        opt = SASSHA([p], state_bits=8, full_precision_below=0)
+        (p * torch.randn_like(p)).sin().sum().backward(create_graph=True)
+        opt.step()
+        saved = opt.state_dict()
+        wanted = opt.full_state_dict()["state"][0]["exp_avg"]
+        entry = saved["state"][0]
+        entry.update({key: value.contiguous() for key, value in entry.items() if isinstance(value, torch.Tensor)})
+        opt.load_state_dict(saved)
+        assert torch.equal(opt.full_state_dict()["state"][0]["exp_avg"], wanted), order
+
+
 # ---- weights for export -------------------------------------------------------------------------------------------
 
 
@@ -195,6 +303,8 @@ def damage(key, change):
             damage("exp_hessian_diag_scale", lambda t: t.float()),
             r"'exp_hessian_diag_scale' of .* expected 15 scales of torch.bfloat16",
         ),
+        (damage("codes_order", lambda n: 11), r"'codes_order' of .* is 11, expected 0, or its 2 dimensions as digits"),
+        (damage("codes_order", lambda n: "x"), r"'codes_order' of .* is 'x', expected 0, or its 2 dimensions"),
         (damage("weight_correction_codes", lambda t: t[:, 1:]), r"'weight_correction' of .* expected codes of shape"),
         (lambda e: e.pop(SCALES), r"'exp_avg_scale' of .* expected 15 scales"),
         (lambda e: e.pop(CODES), r"'exp_avg' of .* expected codes of 8 bits beside 'exp_avg_scale'"),
