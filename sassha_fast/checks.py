@@ -29,6 +29,7 @@ __all__ = [
     "is_one_of",
     "is_step_count",
     "parameter_name",
+    "refuse_cast",
     "refuse_saved",
     "shown",
     "user_level",
@@ -105,6 +106,14 @@ def refuse_saved(what: str, value: Any, expected: str, *, caller: str) -> NoRetu
     raise ValueError(
         f"{caller}.load_state_dict: {what} is {shown(value)}, expected {expected}; the checkpoint is damaged or not of "
         "this model and optimizer, so load another"
+    )
+
+
+def refuse_cast(name: str, param: Tensor, found: str, *, caller: str) -> NoReturn:
+    """Raises RuntimeError for state of a parameter that is of another dtype by now."""
+    raise RuntimeError(
+        f"{caller}: {name} is {param.dtype}, but its {found}: the parameter changed its dtype after its first step. "
+        "Construct a new optimizer and load opt.state_dict() into it, which converts the state"
     )
 
 

@@ -20,6 +20,7 @@ same code and the same scale back, whatever the noise.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ __all__ = [
     "flat",
     "format_of",
     "groups_of",
+    "mantissa_of",
     "momentum_of",
     "weight_of",
 ]
@@ -93,6 +95,11 @@ class Format(NamedTuple):
 
 
 FULL = Format()
+
+
+def mantissa_of(dtype: torch.dtype) -> int:
+    """Bits of mantissa behind the point: 7 of bfloat16, 10 of float16."""
+    return -math.frexp(torch.finfo(dtype).eps)[1] + 1
 
 
 def format_of(

@@ -11,11 +11,12 @@ from torch import Tensor
 from .. import formats
 from .._passes.shards import is_sharded, local
 from ..checks import as_integer, refuse_saved
-from ..formats import Format, flat, format_of, groups_of
+from ..formats import Format, flat, format_of, groups_of, mantissa_of
 from ..variant import Sample
 from .keys import (
     CODES_ORDER,
     CORRECTION,
+    CORRECTION_OF,
     EXP_AVG,
     EXP_AVG_SCALE,
     HESSIAN,
@@ -40,12 +41,12 @@ def stored_format(param: Tensor, options: Options) -> Format:
     )
 
 
-def new_tensors(param: Tensor, stored: Format) -> dict[str, Tensor]:
+def new_tensors(param: Tensor, stored: Format) -> dict[str, Any]:
     """m = 0, D of which nothing is known, and a correction of 0, as ``stored`` says."""
     m, d = stored.dtypes(param.dtype)
     exp_avg = torch.zeros_like(param, dtype=m, memory_format=torch.preserve_format)
     nothing = formats.UNKNOWN if stored.state_bits == 8 else -0.0
-    tensors = {
+    tensors: dict[str, Any] = {
         EXP_AVG: exp_avg,
         HESSIAN: torch.full_like(exp_avg, nothing, dtype=d, memory_format=torch.preserve_format),
     }
@@ -56,6 +57,7 @@ def new_tensors(param: Tensor, stored: Format) -> dict[str, Tensor]:
     if stored.correction_bits:
         dtype = stored.correction_dtype
         tensors[CORRECTION] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        tensors[CORRECTION_OF] = mantissa_of(param.dtype)
     return tensors
 
 
@@ -70,6 +72,11 @@ def is_compact(entry: Mapping[str, Any]) -> bool:
 def has_correction(entry: Mapping[str, Any]) -> bool:
     """Whether the state of a parameter says more of x than the parameter does."""
     return CORRECTION in entry and bool(local(entry[CORRECTION]).any())
+
+
+def belongs(entry: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Whether a correction counts places of ``dtype``. State from before it was written down is taken for such."""
+    return bool(entry.get(CORRECTION_OF, mantissa_of(dtype)) == mantissa_of(dtype))
 
 
 def momentum(entry: Mapping[str, Any]) -> Tensor:

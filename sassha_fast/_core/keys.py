@@ -14,7 +14,8 @@ CORRECTION = "weight_correction"  # what the parameter lacks of x, in parts of i
 # Their names in checkpoints: tools that match tensors by name would copy numbers of float32 into codes.
 SAVED_CODES = {EXP_AVG: "exp_avg_codes", HESSIAN: "exp_hessian_diag_codes", CORRECTION: "weight_correction_codes"}
 CODES_ORDER = "codes_order"  # beside codes of 8 bits in checkpoints: in which order of dimensions groups lie
-COMPACT_KEYS = (CORRECTION, EXP_AVG_SCALE, HESSIAN_SCALE)  # as Plan.bind_state takes them
+CORRECTION_OF = "weight_correction_mantissa"  # bits of mantissa of the dtype whose last place that is
+COMPACT_KEYS = (CORRECTION, EXP_AVG_SCALE, HESSIAN_SCALE, CORRECTION_OF)  # as Plan.bind_state takes them
 
 # Where x is kept in state, and the parameter holds x + ε:
 WEIGHT = "weight"  # x

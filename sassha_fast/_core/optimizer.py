@@ -22,15 +22,15 @@ from typing_extensions import override
 from .._parallel.reducer import Reducer
 from .._passes.accessors import clear_grads, hooked, no_grad, requires_grad
 from .._passes.shards import is_sharded, local
-from ..checks import check_count, check_param, parameter_name, user_level
+from ..checks import check_count, check_param, parameter_name, refuse_cast, user_level
 from ..stats import Stats
 from ..variant import Ascent as AscentOf
 from .closure import Accumulated, Closure, as_closure, is_running, run, run_shadow
-from .compact import as_full, full_entry, has_correction, is_compact, saved_entry, stored_format, weight
+from .compact import as_full, belongs, full_entry, has_correction, is_compact, saved_entry, stored_format, weight
 from .contexts import KINKED, CreateGraph, frozen_batchnorm, refresh_context
 from .gap import decomposes
 from .guards import SyncedGraph
-from .keys import HESSIAN_STEP
+from .keys import CORRECTION, CORRECTION_OF, HESSIAN_STEP, WEIGHT
 from .options import HYPERPARAMETERS, Options, check_group
 from .params import Parameters
 from .state import Schema, check_checkpoint, check_structure, copied, own_schema, placed
@@ -664,7 +664,19 @@ class FusedOptimizer(Optimizer, Joinable):
         """
         self._refuse_while_away("master_weights", "the weights are perturbed")
         mine = set(self.parts.params.all)
-        return {name: weight(p, self.state.get(p, {})) for name, p in model.named_parameters() if p in mine}
+        found = {}
+        for name, p in model.named_parameters():
+            if p in mine:
+                entry = self.state.get(p, {})
+                self._check_correction(p, entry, name)
+                found[name] = weight(p, entry)
+        return found
+
+    def _check_correction(self, param: Tensor, entry: dict[str, Any], name: str) -> None:
+        """Raises RuntimeError if x can't be had from a correction: the parameter was of another dtype then."""
+        if CORRECTION in entry and WEIGHT not in entry and not belongs(entry, param.dtype):
+            bits = f"{CORRECTION!r} is of a dtype with {entry[CORRECTION_OF]} bits of mantissa"
+            refuse_cast(repr(name), param, bits, caller=f"{self._parts.options.caller}.master_weights")
 
     @override
     @no_grad
@@ -698,16 +710,18 @@ class FusedOptimizer(Optimizer, Joinable):
                 if key in loaded["state"]:
                     entry = loaded["state"][key]
                     stored = stored_format(p, options)
-                    if not stored.correction_bits and has_correction(entry):
-                        dropped.append(name)
+                    if not (stored.correction_bits and belongs(entry, p.dtype)):
+                        if has_correction(entry):
+                            dropped.append(name)
+                        entry.pop(CORRECTION, None)
                     state[p] = placed(entry, p, stored, on_device=options.capturable, x_in_state=x_in_state)
             groups.append({**{key: copied(value) for key, value in saved.items()}, "params": group["params"]})
         if dropped:
             warnings.warn(
                 f"{options.caller}.load_state_dict: the checkpoint has bits of {len(dropped)} weights, {dropped[0]} "
-                "among them, that their 16 bits in the model have not, and this optimizer does not keep them; "
-                "construct it with master_weight_bits=24 or 32 over bfloat16 or float16 parameters, or load into the "
-                "model what master_weights(model) gave where the checkpoint was saved",
+                "among them, that their 16 bits in the model have not, and this optimizer can't take them over; "
+                "construct it with master_weight_bits=24 or 32 over parameters of the dtype that they had, bfloat16 or "
+                "float16, or load into the model what master_weights(model) gave where the checkpoint was saved",
                 stacklevel=user_level(),
             )
         self._take_over(state, groups)

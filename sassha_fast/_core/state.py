@@ -23,6 +23,7 @@ from .keys import (
     ASCENT_SCALE,
     BIAS2,
     CORRECTION,
+    CORRECTION_OF,
     EXP_AVG,
     HESSIAN,
     HESSIAN_STEP,
@@ -118,6 +119,11 @@ def part_of_last_place(value: Any, param: Tensor) -> str | None:
     return found
 
 
+def mantissa(value: Any, param: Tensor) -> str | None:
+    """Bits of mantissa of a dtype that has corrections."""
+    return None if as_number(value) in (7, 10) else "7, of bfloat16, or 10, of float16"
+
+
 def fields_of(variant: Variant) -> dict[str, Check]:
     """The keys of a parameter's state, and what each may hold."""
 
@@ -179,7 +185,7 @@ def own_schema(variant: Variant, *, caller: str) -> Schema:
         required,
         tuple(HYPERPARAMETERS),
         lambda saved, g, p: fields,
-        optional={CORRECTION: part_of_last_place},
+        optional={CORRECTION: part_of_last_place, CORRECTION_OF: mantissa},
         compact=True,
     )
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import reference
-from ..formats import Format
+from ..checks import refuse_cast
+from ..formats import Format, mantissa_of
 from ..variant import Variant
 from .accessors import address, dtype, is_contiguous, numel, ranged, stream_of, used_here
 from .layout import DeviceScalars, Scalars
@@ -33,6 +34,11 @@ T = TypeVar("T")
 def _are_same(tensors: list[Tensor], others: list[Tensor]) -> bool:
     """Whether two lists hold the very same objects."""
     return len(tensors) == len(others) and all(map(is_, tensors, others))
+
+
+def _columns_of(stored: Format) -> tuple[bool, bool, bool]:
+    """Whether a format has corrections, scales of m and scales of D."""
+    return stored.correction_bits > 0, stored.state_bits == 8, stored.state_bits == 8
 
 
 class Plan:
@@ -170,14 +176,15 @@ class Plan:
             passes.bind_grads(self._split_tensors(grads, positions), overwrite=overwrite)
 
     def bind_state(
-        self, states: list[dict[str, Any]], keys: Sequence[str], compact_keys: Sequence[str] = ("", "", "")
+        self, states: list[dict[str, Any]], keys: Sequence[str], compact_keys: Sequence[str] = ("", "", "", "")
     ) -> None:
         """Hands state to the passes, if it is new.
 
         Args:
             states: Of every parameter.
             keys: Of m, D, and x where it is kept there.
-            compact_keys: Of the correction, the scales of m and those of D, which some formats have.
+            compact_keys: Of the correction, the scales of m and those of D, which some formats have, and of the bits of
+                mantissa that the correction follows on.
         """
         self._begin_call()
         tensors = [list(map(itemgetter(key), states)) for key in keys]
@@ -190,6 +197,7 @@ class Plan:
             return
         for number, (key, column) in enumerate(zip(keys, tensors, strict=False)):
             self._check_state(key, column, number)
+        self._check_compact(states, compact_keys)
         for (passes, positions), columns in zip(self.parts, compact, strict=True):
             passes.bind_state(*(self._split_tensors(column, positions) for column in tensors[: len(keys)]))
             passes.bind_compact(*(None if column is None else self._local(column) for column in columns))
@@ -201,10 +209,12 @@ class Plan:
         """Of each part, corrections and scales of its parameters, None where its format has none."""
         found: list[tuple[list[Tensor] | None, ...]] = []
         for passes, positions in self.parts:
-            stored = passes.members.format
-            wanted = (stored.correction_bits > 0, stored.state_bits == 8, stored.state_bits == 8)
-            pairs = zip(keys, wanted, strict=True)
-            found.append(tuple([states[i][key] for i in positions] if there else None for key, there in pairs))
+            pairs = zip(keys, _columns_of(passes.members.format), strict=False)
+            try:
+                found.append(tuple([states[i][key] for i in positions] if there else None for key, there in pairs))
+            except KeyError:
+                self._check_compact(states, keys)
+                raise
         return found
 
     @property
@@ -227,17 +237,25 @@ class Plan:
         for name, param, tensor, stored in rows:
             expected = param.dtype if number == 2 else stored.dtypes(param.dtype)[number]
             if tensor.dtype != expected:
-                raise RuntimeError(
-                    f"{self.caller}: {name} is {param.dtype}, but its {key!r} is {tensor.dtype}, expected {expected}: "
-                    "the parameter changed its dtype after its first step. Construct a new optimizer and load "
-                    "opt.state_dict() into it, which converts the state"
-                )
+                found = f"{key!r} is {tensor.dtype}, expected {expected}"
+                refuse_cast(name, param, found, caller=self.caller)
             if tensor.shape != param.shape:
                 raise RuntimeError(
                     f"{self.caller}: {name} has shape {tuple(param.shape)}, but its {key!r} has {tuple(tensor.shape)}: "
                     "the parameter was replaced after its first step. Construct a new optimizer for it, or delete "
                     "opt.state[p] to begin anew"
                 )
+
+    def _check_compact(self, states: list[dict[str, Any]], keys: Sequence[str]) -> None:
+        """Raises if the state of a parameter has a correction or scales that its format has not, or lacks them."""
+        for name, param, state, stored in zip(self.names, self.params, states, self.formats, strict=True):
+            for key, wanted in zip(keys, _columns_of(stored), strict=False):
+                if (key in state) != wanted:
+                    found = f"state {'lacks' if wanted else 'has a'} {key!r}"
+                    refuse_cast(name, param, found, caller=self.caller)
+            if stored.correction_bits and state.get(keys[3], mantissa_of(param.dtype)) != mantissa_of(param.dtype):
+                found = f"{keys[0]!r} is of a dtype with {state[keys[3]]} bits of mantissa"
+                refuse_cast(name, param, found, caller=self.caller)
 
     @ranged("norm")
     def square_sums(self, *, of_ascent: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from functools import cache
 
 import pytest
@@ -310,6 +311,66 @@ def test_parameters_of_all_dtypes_and_layouts_train_together(backend):
     assert_same_bits(results[1][0], results[0][0])
     assert_same_state(results[1][1], results[0][1])
     assert results[1][1][3]["exp_avg"].dtype == torch.float64
+
+
+# ---- parameters that change their dtype ------------------------------------------------------------------------------
+
+TO_FLOAT32, TO_FLOAT16, TO_BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+CASTS = [
+    (SEVEN, TO_FLOAT32, "has a 'weight_correction'"),
+    (SEVEN, TO_FLOAT16, "'weight_correction' is of a dtype with 7 bits of mantissa"),
+    (Setting(torch.float16, 32, 32), TO_BFLOAT16, "'weight_correction' is of a dtype with 10 bits of mantissa"),
+    (Setting(torch.bfloat16, 32, 24), TO_FLOAT32, "has a 'weight_correction'"),
+    (Setting(torch.float32, 8, 24), TO_BFLOAT16, "lacks 'weight_correction'"),
+    (Setting(torch.float32, 32, 32), TO_FLOAT16, "lacks 'weight_correction'"),
+    (Setting(torch.float64, 8), TO_FLOAT32, "'exp_avg' is torch.float64, expected torch.|lacks 'exp_avg_scale'"),
+    (Setting(torch.float64, 8, 24), TO_BFLOAT16, "'exp_avg' is torch.float64, expected torch.|lacks '"),
+    (EIGHT, torch.float64, "'exp_avg' is torch.int8, expected torch.float64"),
+]
+
+
+@pytest.mark.parametrize("calls", [True, False], ids=["calls", "closure"])
+@pytest.mark.parametrize(("setting", "dtype", "found"), CASTS, ids=id_of)
+@pytest.mark.parametrize("method", ["SASSHA", "MSASSHA", "AdaHessian"])
+@pytest.mark.filterwarnings("ignore:MSASSHA. the model's state_dict")
+def test_parameters_that_changed_their_dtype_are_refused_by_name_and_nothing_changes(
+    method, setting, dtype, found, calls
+):
+    net, opt, _ = trained(setting, 3, method)
+    saved = opt.state_dict()
+    net.to(dtype)
+    before, state = snapshot(net), state_of(opt)
+    found = "'(exp_avg|weight)' is torch|lacks|has a" if method == "MSASSHA" else found
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"^{method}: parameter 0 of group 0 .*({found}).* changed its dtype"):
+            train(net, opt, 1, calls=calls and method == "SASSHA")
+    assert_same_bits(snapshot(net), before)
+    assert_same_state(state_of(opt), state)
+    kind, options = METHODS[method]
+    other = kind(net.parameters(), **options, **setting.options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*the checkpoint has bits of")
+        other.load_state_dict(saved)  # which is the remedy
+    train(net, other, 2)
+
+
+@pytest.mark.parametrize(("setting", "dtype", "found"), CASTS[:4], ids=id_of)
+def test_master_weights_are_not_made_of_corrections_of_another_dtype(setting, dtype, found):
+    net, opt, _ = trained(setting, 3)
+    net.to(dtype)
+    with pytest.raises(RuntimeError, match=r"SASSHA.master_weights: '0.weight' is .* changed its dtype"):
+        opt.master_weights(net)
+    m_net, m_opt, _ = trained(setting, 3, "MSASSHA")
+    wanted = m_opt.master_weights(m_net)  # of x, which is in state
+    m_net.to(dtype)
+    for name, value in m_opt.master_weights(m_net).items():
+        assert torch.equal(value, wanted[name])
+
+
+def test_without_corrections_float32_may_become_bfloat16():
+    net, opt, _ = trained(EIGHT, 3)
+    net.bfloat16()
+    train(net, opt, 2)
 
 
 # ---- curvature with a sign -------------------------------------------------------------------------------------------

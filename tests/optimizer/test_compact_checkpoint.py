@@ -100,6 +100,39 @@ def test_corrections_that_are_dropped_are_warned_of_by_name(target, form):
         other.load_state_dict(FORMS[form](opt))
 
 
+HALF = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("method", ["SASSHA", "MSASSHA"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_corrections_of_another_dtype_are_dropped_and_warned_of(dtype, method, form):
+    """A place of bfloat16 is eight of float16."""
+    _, opt, _ = trained(Setting(dtype, 8, 24), 3, method)
+    _, saved = through_file(FORMS[form](opt))
+    net, other = built(Setting(HALF[dtype], 8, 24), method)
+    with pytest.warns(UserWarning, match=f"{DROPPED}.* over parameters of the dtype that they had, bfloat16 or"):
+        other.load_state_dict(saved)
+    assert not any(entry["weight_correction"].any() for entry in state_of(other))
+    in_state = [entry.get("weight") for entry in state_of(other)]
+    x = in_state if method == "MSASSHA" else snapshot(net)
+    for found, wanted in zip(other.master_weights(net).values(), x, strict=True):
+        assert torch.equal(found, wanted.float())
+    train(net, other, 2)
+
+
+def test_corrections_of_a_checkpoint_that_does_not_say_whose_they_are_are_the_parameters():
+    net, opt, _ = trained(SEVEN, 3)
+    for save in FORMS.values():
+        saved = through_file(save(opt))[1]
+        for entry in saved["state"].values():
+            del entry["weight_correction_mantissa"]
+        other_net, other = built(SEVEN, seed=99)
+        other_net.load_state_dict(net.state_dict())
+        other.load_state_dict(saved)
+        assert_same_state(state_of(other), state_of(opt))
+
+
 def test_a_warning_that_is_an_error_leaves_the_optimizer_as_it_was():
     _, opt, _ = trained(SEVEN, 3)
     _, other, _ = trained(EIGHT, 2)
@@ -302,6 +335,10 @@ def damage(key, change):
         (
             damage("exp_hessian_diag_scale", lambda t: t.float()),
             r"'exp_hessian_diag_scale' of .* expected 15 scales of torch.bfloat16",
+        ),
+        (
+            damage("weight_correction_mantissa", lambda n: 8),
+            r"'weight_correction_mantissa' of .* is 8, expected 7, of bfloat16, or 10, of float16",
         ),
         (damage("codes_order", lambda n: 11), r"'codes_order' of .* is 11, expected 0, or its 2 dimensions as digits"),
         (damage("codes_order", lambda n: "x"), r"'codes_order' of .* is 'x', expected 0, or its 2 dimensions"),
