@@ -230,8 +230,11 @@ class MomentumAscent(Ascent):
         scale = torch.as_tensor(entry[ASCENT_SCALE], dtype=exact, device=x.device)
         adaptive = parts.options.variant.scales_by_weight(p.dim())
         wanted = ascend(local(compact.weight(p, entry)), m, scale, adaptive=adaptive)
-        rounding = 0.0 if x.dtype == exact else 2.0 * torch.finfo(x.dtype).eps
-        return torch.allclose(local(p.data).to(wanted), wanted, rtol=rounding, atol=0.0, equal_nan=True)
+        rounding, place = 0.0, 0.0
+        if x.dtype != exact:  # rounded at random by up to a place, of subnormal numbers by up to the least of all
+            kind = torch.finfo(x.dtype)
+            rounding, place = 2.0 * kind.eps, kind.smallest_normal * kind.eps
+        return torch.allclose(local(p.data).to(wanted), wanted, rtol=rounding, atol=place, equal_nan=True)
 
     # ---- which weights the parameters hold ----------------------------------------------------------------------
 

@@ -34,6 +34,45 @@ def test_a_checkpoint_taken_in_either_state_resumes_bit_for_bit(dtype, evaluatin
     assert_same_state(state_of(new), state_of(expected_opt))
 
 
+@pytest.mark.parametrize("masters", [None, 24])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_the_same_checkpoint_may_follow_the_state_however_small_they_are(dtype, masters):
+    """x + ε is rounded at random, also where a place is not a part of the number any more: in subnormal ones."""
+    place = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    generator = torch.Generator().manual_seed(0)
+    start = (torch.randn(64, 64, generator=generator).double() * 20.0 * place).to(dtype)
+    a = torch.randn(64, 64, generator=generator)
+
+    def begun():
+        p = nn.Parameter(start.clone())
+        opt = MSASSHA([p], lr=0.01 * place, rho=100.0 * place, master_weight_bits=masters, full_precision_below=0)
+        return p, opt
+
+    def train(p, opt, steps):
+        for _ in range(steps):
+            (a * p.float() + 0.5 * p.float() ** 2).sum().backward(create_graph=opt.hessian_due)
+            opt.step()
+            opt.zero_grad()
+
+    p, opt = begun()
+    train(p, opt, 3)
+    held, saved = p.detach().clone(), pickle.loads(pickle.dumps(opt.state_dict()))
+    train(p, opt, 3)
+    other, new = begun()
+    new.load_state_dict(saved)
+    with torch.no_grad():
+        other.copy_(held)  # what model.load_state_dict() does
+    train(other, new, 3)
+    assert torch.equal(other, p)
+    assert held.double().abs().max() < 100.0 * place
+
+    with torch.no_grad():  # another weight is noticed as ever
+        new.load_state_dict(saved)
+        other[3, 4] += 8.0 * place
+    with pytest.raises(RuntimeError, match="changed in place while holding"):
+        train(other, new, 1)
+
+
 def test_loading_writes_what_the_parameters_held_even_if_the_model_was_saved_in_the_other_state():
     problem, opt = started()
     perturbed, state = snapshot(problem.net), opt.state_dict()
