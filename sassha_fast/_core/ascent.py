@@ -126,7 +126,8 @@ class MomentumAscent(Ascent):
         """Has moved nothing yet."""
         self._held: tuple[Plan, list[int]] | None = None  # what the last step moved, if nothing was since
         self._loaded: list[tuple[Tensor, int]] = []  # parameters that came with a checkpoint or a copy, and versions
-        self._scale_signs: list[float | Tensor] = []
+        self._scale_signs: list[float | Tensor] = []  # of the update at hand
+        self._offsets: list[float] = []
 
     @override
     def needs_pass(self, step: Step) -> bool:
@@ -153,6 +154,7 @@ class MomentumAscent(Ascent):
             self._refuse_replaced(step.parts, self._held[0])
         pairs = zip(step.next_rho(), step.parts.params.groups, strict=True)
         self._scale_signs = [rho * group["sign"] for rho, group in pairs]
+        self._offsets = [group["perturb_eps"] for group in step.parts.params.groups]
 
     @override
     def follow_update(self, step: Step, plan: Plan, states: list[dict[str, Any]], found: Stepped) -> None:
@@ -160,9 +162,8 @@ class MomentumAscent(Ascent):
         parts = step.parts
         square_sums = found.square_sums
         assert square_sums is not None
-        offsets = [group["perturb_eps"] for group in parts.params.groups]
         on_device = parts.options.capturable
-        scales = plan.ascent_scales(square_sums, self._scale_signs, offsets, on_device=on_device)
+        scales = plan.ascent_scales(square_sums, self._scale_signs, self._offsets, on_device=on_device)
         draw = step.noise_draw(plan)
         plan.count_draw(draw)
         plan.momentum_ascent(scales, parts.options.seed)

@@ -31,7 +31,7 @@ from .contexts import KINKED, CreateGraph, frozen_batchnorm, refresh_context
 from .gap import decomposes
 from .guards import SyncedGraph
 from .keys import CORRECTION, CORRECTION_OF, HESSIAN_STEP, WEIGHT
-from .options import HYPERPARAMETERS, Options, check_group
+from .options import HYPERPARAMETERS, CheckedGroups, Options, check_group
 from .params import Parameters
 from .state import Schema, check_checkpoint, check_structure, copied, own_schema, placed
 from .step import Amp, Ascent, Descent, Parts, Phase, Step
@@ -110,7 +110,8 @@ class FusedOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         self.stats = Stats()
         ascent, descent = self.ascent_part(), self.descent_part()
-        self._parts = Parts(options, Parameters(), Reducer(options.caller), ascent, descent, self.stats)
+        checked = CheckedGroups(self.checked_hyperparameters, options.caller)
+        self._parts = Parts(options, Parameters(), Reducer(options.caller), ascent, descent, self.stats, checked)
         self._step: Step | None = None
 
     @property
@@ -264,6 +265,7 @@ class FusedOptimizer(Optimizer, Joinable):
                 f"{options.caller}.perturb_weights: the weights are perturbed already; call "
                 f"{self._parts.ascent.closing_call}() first"
             )
+        self.parts.check_groups()
         Join.notify_join_context(self)
         if step is None or step.phase is not Phase.BEGUN or step.climbed:  # a new first pass ends what was left open
             step = self._begin()
@@ -376,6 +378,7 @@ class FusedOptimizer(Optimizer, Joinable):
         """
         self._refuse_in_closure("step")
         try:
+            self.parts.check_groups()
             self._check_ready(closure=closure is not None)
             if closure is not None:
                 return self._step_with(closure, ascent_closure, hessian_closure, scaler)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from operator import is_
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from .. import backends, schedules
-from ..checks import as_integer, check_choice, check_count, check_flag, check_number, check_positive, is_one_of, shown
+from ..checks import (
+    as_integer,
+    as_number,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    check_positive,
+    is_one_of,
+    shown,
+)
 from ..variant import Variant
 
 
@@ -106,12 +117,19 @@ OPTIONS = tuple(field.name for field in fields(Options) if field.name != "caller
 # ---- hyperparameters of parameter groups ------------------------------------------------------------------------
 
 Check = Callable[[str, Any, str], None]
+ROUNDING = 1e-12  # of learning rates, which are of the order of 1
 
 
 def _number(name: str, value: Any, caller: str) -> None:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{caller}: {name} is a tensor of shape {tuple(value.shape)}, expected one element")
     check_number(name, value, caller=caller)
+
+
+def _rate(name: str, value: Any, caller: str) -> None:
+    """Schedules of torch that end at 0 may end a rounding error below it."""
+    number = as_number(value)
+    _number(name, 0.0 if number is not None and -ROUNDING < number < 0.0 else value, caller)
 
 
 def _number_or_none(name: str, value: Any, caller: str) -> None:
@@ -145,7 +163,7 @@ def _anything(name: str, value: Any, caller: str) -> None:
 
 # Every hyperparameter that a group may have: its default, and what checks it.
 HYPERPARAMETERS: dict[str, tuple[Any, Check]] = {
-    "lr": (0.15, _number),
+    "lr": (0.15, _rate),
     "betas": ((0.9, 0.999), _betas),
     "weight_decay": (0.0, _number),
     "rho": (0.0, _number),
@@ -172,6 +190,53 @@ def check_group(group: Mapping[str, Any], names: Iterable[str], *, caller: str) 
     """Raises ValueError unless the named hyperparameters of a parameter group are good."""
     for name in names:
         HYPERPARAMETERS[name][1](name, group[name], caller)
+
+
+def _on_device(value: Any, capturable: bool) -> bool:
+    """Whether reading it means to wait for a device. With ``capturable`` no tensor is read, wherever it is."""
+    if isinstance(value, Tensor):
+        return capturable or value.device.type != "cpu"
+    return isinstance(value, (tuple, list)) and any(_on_device(part, capturable) for part in value)
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a hyperparameter can become another one and stay the same object."""
+    return isinstance(value, (Tensor, list)) or (isinstance(value, tuple) and any(map(_may_change, value)))
+
+
+class CheckedGroups:
+    """Hyperparameters of parameter groups, checked when they change.
+
+    Who writes into ``param_groups`` tells nobody. So every step compares the objects that are there with those that
+    were checked last, and looks only at new ones, and at those that may have changed in place.
+    """
+
+    def __init__(self, names: Sequence[str], caller: str) -> None:
+        """Takes what may be in a group, and what errors call the optimizer."""
+        self._names, self._caller = names, caller
+        self._known: list[Any] = []
+        self._is_settled = True  # whether none of them can change in place
+
+    def check(self, groups: Sequence[Mapping[str, Any]], *, capturable: bool) -> None:
+        """Raises ValueError unless all hyperparameters of the groups are good."""
+        names = [name for name in self._names if groups and name in groups[0]]
+        try:
+            values = [group[name] for group in groups for name in names]
+        except KeyError:
+            self._refuse_missing(groups, names)
+        is_known = list(map(is_, values, self._known)) if len(values) == len(self._known) else [False] * len(values)
+        if self._is_settled and all(is_known):
+            return
+        for position, (value, known) in enumerate(zip(values, is_known, strict=True)):
+            if (known and not _may_change(value)) or _on_device(value, capturable):
+                continue
+            number, place = divmod(position, len(names))
+            HYPERPARAMETERS[names[place]][1](names[place], value, f"{self._caller}: group {number}")
+        self._known, self._is_settled = values, not any(map(_may_change, values))
+
+    def _refuse_missing(self, groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> NoReturn:
+        number, name = next((n, name) for n, group in enumerate(groups) for name in names if name not in group)
+        raise ValueError(f"{self._caller}: group {number} has no {name!r}; give it one, as group 0 has")
 
 
 def arguments(

@@ -32,7 +32,7 @@ from .contexts import RandomState
 from .curvature import Curvature, Refresh
 from .gap import decompose, decomposes
 from .keys import STEP
-from .options import HYPERPARAMETERS, Options
+from .options import HYPERPARAMETERS, CheckedGroups, Options
 from .params import Grads, Parameters
 
 Gathered: TypeAlias = "tuple[Plan | None, list[Tensor]]"
@@ -147,9 +147,14 @@ class Parts:
     ascent: Ascent
     descent: Descent
     stats: Stats
+    checked: CheckedGroups
     has_warned: bool = False  # of a step without its ascent
     has_looked: bool = False  # for what a first closure shows: a model that is not attached
     given_up_by: str | None = None  # the call that made an optimizer forget a step whose gradients were complete
+
+    def check_groups(self) -> None:
+        """Raises ValueError unless the hyperparameters of all groups are good."""
+        self.checked.check(self.params.groups, capturable=self.options.capturable)
 
     def weights_moved(self, plan: Plan) -> None:
         """Tells autograd, autocast and FSDP2 that weights moved."""
@@ -514,6 +519,7 @@ class Step:
         params, curvature = self.parts.params, self.curvature
         assert curvature is not None
         self._check_capture("step")
+        self.parts.check_groups()  # again: closures may write into them too
         plan, grads = gathered or params.gather(self.parts.options, again=self.climbed)
         if plan is None:  # nothing to descend along
             if self.driven and not (self.parallel or self.is_shadow):
@@ -649,5 +655,6 @@ class Step:
 
     def _decompose(self) -> None:
         if self.firsts is not None:
+            self.parts.check_groups()
             decompose(self.parts.params, self.parts.options, self.firsts)
             self.firsts = None
