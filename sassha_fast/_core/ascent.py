@@ -137,6 +137,7 @@ class MomentumAscent(Ascent):
     def climb(self, step: Step, plan: Plan, grads: list[Tensor], *, zero_grad: bool) -> None:
         """Prepares the way back from probes, which is to derive x + ε again."""
         parts = step.parts
+        plan.bind_grads(grads)  # names a gradient that does not fit, before anything is made of it
         plan.bind_state(parts.params.states(plan, parts.options), state_tensors(x_in_state=True), COMPACT_KEYS)
         step.refresh.measure(plan)
         step.moved = plan

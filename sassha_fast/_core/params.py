@@ -31,6 +31,8 @@ MOST_PLANS = 8  # of a model whose set of gradients keeps changing
 
 def owned(gradient: Tensor) -> Tensor:
     """A gradient that the next backward pass can't overwrite: views of DDP's buckets, and of others, are copied."""
+    if gradient.layout is not torch.strided:
+        return gradient.detach()  # which another error names
     gradient = resolved(gradient)
     here = local(gradient)
     alone = here.untyped_storage().nbytes() == here.numel() * here.element_size() and is_own(here)

@@ -640,8 +640,10 @@ class Step:
 
     def exact_products(self, caller: str) -> Curvature:
         """Products from the graph of the gradients at hand, if any are due."""
-        gathered = self.parts.params.gather(self.parts.options)
-        return self.refresh.exact(*gathered, caller, self.parts.ascent.probe_recipe)
+        plan, grads = self.parts.params.gather(self.parts.options)
+        if plan is not None:
+            plan.bind_grads(grads)  # as above
+        return self.refresh.exact(plan, grads, caller, self.parts.ascent.probe_recipe)
 
     def _grads_are_local(self) -> bool:
         options = self.parts.options
