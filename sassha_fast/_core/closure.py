@@ -116,10 +116,10 @@ class Checked:
     def __call__(self) -> Tensor | float:
         """Calls it."""
         loss = self.function()
-        is_number = loss.numel() == 1 if isinstance(loss, Tensor) else isinstance(loss, Real)
-        if is_number:
+        if _is_number(loss):
             return loss
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else _short(loss)
+        is_list = isinstance(loss, Tensor) and loss.numel() != 1
+        found = f"a tensor of shape {tuple(loss.shape)}" if is_list else _short(loss)
         raise TypeError(
             f"{self._call} returned {found}, expected the loss, one number: a closure takes no arguments, runs the "
             "forward pass and loss.backward(), and ends with `return loss`"
@@ -141,6 +141,13 @@ def as_closure(
         "runs the forward pass and loss.backward(), and returns the loss; or a list of functions, one for each "
         "micro-batch, that zero nothing"
     )
+
+
+def _is_number(loss: Any) -> bool:
+    """Whether it is one real number. Its value is left alone, as it may be on a device; comparisons are no losses."""
+    if isinstance(loss, Tensor):
+        return loss.numel() == 1 and loss.dtype != torch.bool and not loss.is_complex()
+    return isinstance(loss, Real) and not isinstance(loss, bool)
 
 
 def _short(value: object) -> str:

@@ -81,8 +81,12 @@ RETURNED = {
     "dict": lambda loss: {"loss": loss},
     "vector": lambda loss: loss.expand(3),
     "string": lambda loss: "0.3",
+    "comparison": lambda loss: loss > 0,
+    "flag": lambda loss: bool(loss > 0),
+    "complex": lambda loss: loss.detach() + 1j,
 }
 SAID = {"None": "None", "tuple": r"\(tensor", "dict": r"(\{'loss'|a dict)", "vector": r"a tensor of shape \(3,\)"}
+SAID |= {"comparison": r"tensor\(True", "flag": "True", "complex": r"tensor\("}
 
 
 @pytest.mark.parametrize("method", METHODS)
