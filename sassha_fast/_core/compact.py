@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from .. import formats
 from .._passes.shards import is_sharded, local
-from ..checks import as_integer, refuse_saved
+from ..checks import refuse_saved
 from ..formats import Format, flat, format_of, groups_of, mantissa_of
 from ..variant import Sample
 from .keys import (
@@ -76,7 +76,7 @@ def has_correction(entry: Mapping[str, Any]) -> bool:
 
 def belongs(entry: Mapping[str, Any], dtype: torch.dtype) -> bool:
     """Whether a correction counts places of ``dtype``. State from before it was written down is taken for such."""
-    return bool(entry.get(CORRECTION_OF, mantissa_of(dtype)) == mantissa_of(dtype))
+    return int(entry.get(CORRECTION_OF, mantissa_of(dtype))) == mantissa_of(dtype)
 
 
 def momentum(entry: Mapping[str, Any]) -> Tensor:
@@ -122,7 +122,7 @@ def full_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     if _is_code(entry.get(CORRECTION)):
         bits = CORRECTIONS[entry[CORRECTION].dtype]
         full[CORRECTION] = entry[CORRECTION].to(torch.float32) * 2.0**-bits
-    return full
+    return _with_tensors(full)
 
 
 def as_full(packed: dict[str, Any]) -> dict[str, Any]:
@@ -140,64 +140,68 @@ def saved_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     saved = {SAVED_CODES.get(key, key) if _is_code(value) else key: value for key, value in entry.items()}
     if EXP_AVG_SCALE in entry:
         saved[CODES_ORDER] = _order_of(entry[EXP_AVG])
+    return _with_tensors(saved)
+
+
+def _with_tensors(saved: dict[str, Any]) -> dict[str, Any]:
+    """Numbers as tensors of one dimension: torch's full_state_dict fails on others that only one side has."""
+    if isinstance(saved.get(CORRECTION_OF), int):
+        device = next(value.device for value in saved.values() if isinstance(value, Tensor))
+        saved[CORRECTION_OF] = torch.tensor([saved[CORRECTION_OF]], device=device)
     return saved
 
 
-def _order_of(codes: Tensor) -> int:
-    """The dimensions from the largest stride to the smallest as digits, such as 231 for 0231, channels last.
+def _order_of(codes: Tensor) -> Tensor:
+    """The dimensions from the largest stride to the smallest: 0, 1, 2, 3 as a rule, and 0, 2, 3, 1 in channels last.
 
-    0 if this is their own order. Tools that copy tensors, ``torch.distributed.checkpoint`` among them, keep the index
-    of an element but not its place in memory, which the groups follow.
+    Tools that copy tensors, ``torch.distributed.checkpoint`` among them, keep the index of an element but not its place
+    in memory, which the groups follow.
     """
-    if codes.is_contiguous():
-        return 0
-    number = 0
-    for d in sorted(range(codes.dim()), key=lambda d: (-codes.stride()[d], d)):
-        number = number * max(10, codes.dim()) + d
-    return number
+    order = list(range(codes.dim()))
+    if not codes.is_contiguous():
+        order.sort(key=lambda d: -codes.stride()[d])
+    return torch.tensor(order, device=codes.device)
 
 
-def _dimensions(dims: int, number: Any) -> list[int] | None:
-    """The dimensions that :func:`_order_of` made ``number`` of, None if it is no order of so many."""
-    whole, base = as_integer(number), max(10, dims)
-    if whole == 0:
-        return list(range(dims))
-    if whole is None or not 0 < whole < base**dims:
-        return None
-    found = [whole // base**place % base for place in reversed(range(dims))]
-    return found if sorted(found) == list(range(dims)) else None
+def _is_order(value: Any, dims: int) -> bool:
+    """Whether it is what :func:`_order_of` gives for so many dimensions."""
+    return _is_plain(value, (dims,)) and value.dtype == torch.int64 and sorted(value.tolist()) == list(range(dims))
 
 
 def _in_order(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A saved entry with 8-bit codes laid out as they were when they were saved. Older ones say nothing of it."""
     found = dict(entry)
-    number = found.pop(CODES_ORDER, None)
+    given = found.pop(CODES_ORDER, None)
     for key in (EXP_AVG, HESSIAN):
         codes = found.get(key)
-        if number is None or not isinstance(codes, Tensor) or codes.dtype not in CODES:
-            continue
-        order = _dimensions(codes.dim(), number)
-        if order is not None:  # codes of another shape are refused afterwards
+        if _is_code(codes) and codes.layout == torch.strided and _is_order(given, codes.dim()):
+            order: list[int] = given.tolist()
             found[key] = codes.permute(order).contiguous().permute([order.index(d) for d in range(codes.dim())])
     return found
 
 
-def _is_code(value: Any) -> bool:
+def _is_code(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dtype in (*CODES, *CORRECTIONS)
 
 
 # ---- and back -----------------------------------------------------------------------------------------------------
 
 
-def checked_full(entry: Mapping[str, Any], param: Tensor, name: str, *, caller: str) -> dict[str, Any]:
-    """A loaded entry as :func:`full_entry` gives it.
+def checked_full(entry: Mapping[str, Any], param: Tensor, name: str, stored: Format, *, caller: str) -> dict[str, Any]:
+    """A loaded entry as :func:`full_entry` gives it. ``stored`` is what the optimizer itself has for the parameter.
 
     Raises:
         ValueError: If codes do not fit their scales, or the parameter.
     """
-    entry = _with_own_names(entry, name, caller)
-    if _dimensions(param.dim(), entry.get(CODES_ORDER, 0)) is None:
-        expected = f"0, or its {param.dim()} dimensions as digits"
+    entry = _with_own_names(_of_one_form(entry, param, stored), name, caller)
+    if is_sharded(param) and any(_is_code(value) and not is_sharded(value) for value in entry.values()):
+        raise ValueError(
+            f"{caller}.load_state_dict: {name} is in shards, and its state in the checkpoint has codes of the whole "
+            "parameter; load it into an optimizer of parameters that are not in shards with neither state_bits nor "
+            "master_weight_bits, and what that one saves into this one"
+        )
+    if CODES_ORDER in entry and not _is_order(entry[CODES_ORDER], param.dim()):
+        expected = f"a tensor of its {param.dim()} dimensions in the order of memory"
         refuse_saved(f"{CODES_ORDER!r} of {name}", entry[CODES_ORDER], expected, caller=caller)
     entry = _in_order(entry)
     for key, scale_key, dtype in ((EXP_AVG, EXP_AVG_SCALE, torch.float32), (HESSIAN, HESSIAN_SCALE, torch.bfloat16)):
@@ -208,13 +212,43 @@ def checked_full(entry: Mapping[str, Any], param: Tensor, name: str, *, caller: 
             continue
         _check_codes(key, codes, param, name, caller)
         groups = groups_of(local(codes).numel())
-        if not isinstance(scales, Tensor) or scales.dtype != dtype or tuple(scales.shape) != (groups,):
+        if not _is_plain(scales, (groups,)) or scales.dtype != dtype:
             refuse_saved(f"{scale_key!r} of {name}", scales, f"{groups} scales of {dtype}", caller=caller)
         if not bool((scales >= 0).all() & torch.isfinite(scales).all()):
             refuse_saved(f"{scale_key!r} of {name}", scales, "finite scales that are not negative", caller=caller)
     if _is_code(entry.get(CORRECTION)):
         _check_codes(CORRECTION, entry[CORRECTION], param, name, caller)
     return full_entry(entry)
+
+
+def _of_one_form(entry: Mapping[str, Any], param: Tensor, stored: Format) -> dict[str, Any]:
+    """An entry without what torch.distributed.checkpoint.state_dict has added to it.
+
+    With ``full_state_dict=True`` it gives an entry all keys of the optimizer that loads it, with the values that this
+    one has. Where there are codes and numbers of one tensor, those in the form of this optimizer are its own.
+    """
+    found = dict(entry)
+    both = [key for key, saved in SAVED_CODES.items() if _is_code(found.get(saved)) and _is_number(found.get(key))]
+    for key in both:
+        in_codes = stored.correction_bits > 0 if key == CORRECTION else stored.state_bits == 8
+        if is_sharded(param) or not in_codes:
+            del found[key]
+            continue
+        del found[SAVED_CODES[key]]
+        for beside in {EXP_AVG: (EXP_AVG_SCALE, CODES_ORDER), HESSIAN: (HESSIAN_SCALE,), CORRECTION: ()}[key]:
+            found.pop(beside, None)
+    return found
+
+
+def _is_plain(value: Any, shape: tuple[int, ...]) -> TypeGuard[Tensor]:
+    """Whether it is a dense tensor of this shape, which has memory."""
+    if not isinstance(value, Tensor) or value.is_nested or value.is_meta or value.layout != torch.strided:
+        return False
+    return tuple(value.shape) == shape
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _with_own_names(entry: Mapping[str, Any], name: str, caller: str) -> dict[str, Any]:
@@ -229,7 +263,7 @@ def _with_own_names(entry: Mapping[str, Any], name: str, caller: str) -> dict[st
 
 
 def _check_codes(key: str, codes: Tensor, param: Tensor, name: str, caller: str) -> None:
-    fits = codes.shape == param.shape and is_sharded(codes) == is_sharded(param) and not codes.is_meta
+    fits = _is_plain(local(codes), tuple(local(param).shape)) and is_sharded(codes) == is_sharded(param)
     if not fits or not torch.ops.aten.is_non_overlapping_and_dense(local(codes)):
         refuse_saved(f"{key!r} of {name}", codes, f"codes of shape {tuple(param.shape)}", caller=caller)
 

@@ -699,7 +699,8 @@ class FusedOptimizer(Optimizer, Joinable):
 
     def _schema(self) -> Schema:
         """What checkpoints of this optimizer hold."""
-        return own_schema(self._parts.options.variant, caller=self._parts.options.caller)
+        options = self._parts.options
+        return own_schema(options.variant, lambda p: stored_format(p, options), caller=options.caller)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Takes over what is in a checkpoint, whose structure is known to be good."""

@@ -161,7 +161,7 @@ class Schema:
         fields: What the state of a parameter holds, given its saved group and that group's number.
         closed: Whether state has these keys and no others.
         optional: What it may hold beside them.
-        compact: Whether state may be in fewer bits; it is checked in float32 then.
+        form: Of a parameter, where its state may be in fewer bits; it is checked in float32 then.
     """
 
     caller: str
@@ -172,10 +172,10 @@ class Schema:
     check_group: Callable[[Mapping[str, Any], Mapping[str, Any], int], None] = lambda saved, live, number: None
     closed: bool = True
     optional: Mapping[str, Check] = field(default_factory=dict)
-    compact: bool = False
+    form: Callable[[Tensor], Format] | None = None
 
 
-def own_schema(variant: Variant, *, caller: str) -> Schema:
+def own_schema(variant: Variant, form: Callable[[Tensor], Format], *, caller: str) -> Schema:
     """The schema of the optimizers that keep m and D."""
     fields = fields_of(variant)
     required = frozenset({"lr", "betas", "weight_decay", "eps", "perturb_eps"})
@@ -186,7 +186,7 @@ def own_schema(variant: Variant, *, caller: str) -> Schema:
         tuple(HYPERPARAMETERS),
         lambda saved, g, p: fields,
         optional={CORRECTION: part_of_last_place, CORRECTION_OF: mantissa},
-        compact=True,
+        form=form,
     )
 
 
@@ -285,7 +285,7 @@ def check_checkpoint(
             if UPSTREAM_CLOCK in entry:
                 entry = from_upstream(entry, saved, lazy_hessian, name, caller=caller)
             if entry:
-                entry = checked_full(entry, p, name, caller=caller) if schema.compact else entry
+                entry = entry if schema.form is None else checked_full(entry, p, name, schema.form(p), caller=caller)
                 _check_entry(entry, p, name, schema.fields(saved, g, p), schema)
                 state[index] = entry
     return {"state": state, "param_groups": groups}

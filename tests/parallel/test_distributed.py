@@ -16,7 +16,7 @@ from sassha_fast._parallel.reducer import is_parallel
 
 LONG = ("drift", "two_dimensional")
 IN_THREE = ["closure", "closure_sync", "closure_sync_fd", "local", "synced_fd", "half_fd", "closure_fd"]
-IN_THREE += ["uneven", "shards", "probes"]
+IN_THREE += ["uneven", "shards", "probes", "seven"]
 IN_FOUR = ["probes", "two_dimensional"]
 
 
@@ -206,6 +206,15 @@ def test_a_gradient_of_a_layer_that_was_frozen_since_is_reduced(two):
     one, other = two["frozen_late"]
     assert_same_bits(one["params"], other["params"])
     assert not torch.equal(one["params"][0], make_net(torch.float64)[0].weight)
+
+
+@pytest.mark.parametrize("name", ["seven", "seven_momentum", "eight_local", "shards_seven"])
+def test_compact_state_trains_in_several_processes(two, name):
+    """Replicas are equal to the bit, see above; here they have moved, and refreshed."""
+    found, started = two[name][0], make_net(two[name][0]["params"][0].dtype)
+    assert found["refreshes"] == 3
+    for p, start in zip(found["params"], started.parameters(), strict=True):
+        assert not torch.equal(p, start)
 
 
 @pytest.mark.parametrize("name", ["uneven", "uneven_sync", "uneven_momentum"])

@@ -3,7 +3,7 @@
 import processes
 import pytest
 import torch
-from tolerances import PROCESSES_RTOL
+from tolerances import CURVATURE_RTOL, MOMENTUM_BOUND, PROCESSES_RTOL
 from training import assert_same_bits, assert_same_state
 
 
@@ -12,6 +12,7 @@ def runs(tmp_path_factory):
     """Everything that is saved goes on for five steps; everything that is resumed takes the same five."""
     folder = tmp_path_factory.mktemp("checkpoints")
     by_two, replicated, meanwhile, by_three, by_one, perturbed, settled = (f"{folder}/{name}" for name in "abcdefg")
+    seven = f"{folder}/seven"
     plan = [
         (2, {"saved_by_two": f"save:shards:{by_two}", "saved_by_replicas": f"save:replicas:{replicated}"}),
         (2, {"asynchronous": f"save_async:shards:{meanwhile}", "two_by_two": f"resume:shards:{by_two}"}),
@@ -23,6 +24,8 @@ def runs(tmp_path_factory):
         (3, {"m_by_three": f"resume:shards+m:{perturbed}"}),
         (1, {"one_by_two": f"resume:alone:{by_two}", "saved_by_one": f"save:alone:{by_one}"}),
         (1, {"m_by_one": f"resume:alone+m:{settled}"}),
+        (2, {"seven_saved": f"save:shards+seven:{seven}", "seven_resumed": f"resume_used:shards+seven:{seven}"}),
+        (2, {"moved": "moved"}),
         (2, {"two_by_three": f"resume:shards:{by_three}", "two_by_one": f"resume:shards:{by_one}"}),
     ]
     found, sizes = {}, []
@@ -45,6 +48,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(runs):
         ("m_resumed", "m_saved"),
         ("m_from_settled", "m_saved"),
         ("m_settled", "m_saved"),
+        ("seven_resumed", "seven_saved"),
     ):
         for found, expected in zip(runs[resumed], runs[saved], strict=True):
             assert_same_bits(found["params"], expected["params"])
@@ -71,3 +75,16 @@ def test_checkpoints_move_between_numbers_of_processes_and_kinds_of_parameters(r
         assert (a - b).norm() <= PROCESSES_RTOL[torch.float64] * b.norm()
     assert [entry["step"] for entry in found["state"]] == [10] * 6
     assert [entry["hessian_step"] for entry in found["state"]] == [10] * 6
+
+
+def test_compact_state_moves_from_shards_into_a_whole_network_and_back(runs):
+    for moved in runs["moved"]:
+        assert_same_bits(moved["found"]["params"], moved["expected"]["params"])
+        sharded, whole = moved["masters"]
+        assert all(torch.equal(sharded[key], whole[key]) for key in sharded)
+        assert "is in shards, and its state in the checkpoint has codes of the whole parameter" in moved["message"]
+        for target in ("found", "back"):
+            for entry, wanted in zip(moved[target]["state"], moved["expected"]["state"], strict=True):
+                m, d = wanted["exp_avg"], wanted["exp_hessian_diag"]
+                assert (entry["exp_avg"] - m).abs().max() <= MOMENTUM_BOUND * m.abs().max()
+                assert torch.allclose(entry["exp_hessian_diag"], d, rtol=2 * CURVATURE_RTOL, atol=0.0)

@@ -28,9 +28,14 @@ from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, AdaHessian, SophiaH
 
 SECONDS = 20.0
 BACKENDS = ("reference", "cpu")
+EIGHT = {"state_bits": 8, "full_precision_below": 0}
 METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "SASSHA": (SASSHA, {"rho": 0.05, "lazy_hessian": 2}),
     "SASSHA, capturable": (SASSHA, {"rho": 0.05, "lazy_hessian": 2, "capturable": True}),
+    "SASSHA, 8 bits": (SASSHA, {"rho": 0.05, "lazy_hessian": 2, **EIGHT}),
+    "SASSHA, masters": (SASSHA, {"rho": 0.05, "lazy_hessian": 2, **EIGHT, "master_weight_bits": 24}),
+    "SophiaH, 8 bits": (SophiaH, {"lazy_hessian": 2, **EIGHT}),
+    "MSASSHA, masters": (MSASSHA, {"rho": 0.1, "state_bits": 16, "full_precision_below": 0, "master_weight_bits": 32}),
     "SASSHA of the authors": (SASSHA, {"rho": 0.05, "lazy_hessian": 2}),
     "GSASSHA": (GSASSHA, {"rho": 0.05, "alpha": 0.3}),
     "MSASSHA": (MSASSHA, {"rho": 0.1, "lazy_hessian": 2}),
@@ -76,6 +81,10 @@ def _with_last(tensor: Tensor, value: float) -> Tensor:
 
 def build(name: str, backend: str) -> tuple[Problem, Any]:
     problem, (method, options) = Problem(), METHODS[name]
+    if "full_precision_below" in options:  # float64 is never compact
+        dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.bfloat16)
+        pairs = zip(problem.params, dtypes, strict=True)
+        problem.params = [torch.nn.Parameter(p.detach().to(dtype)) for p, dtype in pairs]
     return problem, method(problem.groups(), lr=2.0**-7, backend=backend, **options)
 
 

@@ -21,6 +21,7 @@ from sassha_fast.reference import is_unknown
 
 ROWS = 24  # of the joined batch: two, three and four processes share it evenly
 OPTIONS = {"lr": 0.03, "rho": 0.05, "lazy_hessian": 10, "weight_decay": 0.01}
+SEVEN = {"state_bits": 8, "master_weight_bits": 24, "full_precision_below": 0, "lazy_hessian": 4}  # of bfloat16
 
 
 def batch(dtype: torch.dtype, part: int, parts: int) -> tuple[Tensor, Tensor]:
@@ -486,5 +487,8 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "frozen_sync": lambda: frozen(perturb_sync=True),
     "frozen_in_one": lambda: frozen(only=1),
     "frozen_late": frozen_late,
+    "seven": lambda: train(steps=12, dtype=torch.bfloat16, **SEVEN),
+    "seven_momentum": lambda: train(steps=12, dtype=torch.bfloat16, method=MSASSHA, **SEVEN),
+    "eight_local": lambda: train("local", steps=12, **{**SEVEN, "master_weight_bits": None, "dtype": torch.float32}),
     "drift": lambda: train("local", steps=1000, dtype=torch.float32, lr=1e-3),
 }

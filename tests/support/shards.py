@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from replicas import OPTIONS, part_loss, results
+from replicas import OPTIONS, SEVEN, part_loss, results
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -50,6 +50,8 @@ def sharded_net(mesh: Any, dtype: torch.dtype, **options: Any) -> nn.Module:
 def whole_results(net: nn.Module, opt: SASSHA) -> dict[str, Any]:
     found = results(net, opt)
     found["params"] = [whole(p) for p in found["params"]]
+    if opt.state_bits < 32:  # scales are those of shards
+        found["state"] = list(opt.full_state_dict()["state"].values())
     found["state"] = [{key: whole(v) if isinstance(v, Tensor) else v for key, v in e.items()} for e in found["state"]]
     found["trace"], found["norm"] = opt.stats.trace.item(), opt.stats.grad_norm.item()
     return found
@@ -163,15 +165,20 @@ CHECKPOINTED = {**OPTIONS, "hvp": "finite_difference", "lazy_hessian": 4}
 
 
 def prepared(kind: str) -> tuple[nn.Module, nn.Module, Any]:
-    """A network, the model that runs it and their optimizer: in shards, replicated, or alone; ``+m`` for M-SASSHA."""
+    """A network, the model that runs it and their optimizer: in shards, replicated, or alone.
+
+    ``+m`` is for M-SASSHA, and ``+seven`` for weights and state in 7 bytes.
+    """
     kind, *variant = kind.split("+")
-    net = make_net(torch.float64)
+    options = {**CHECKPOINTED, **SEVEN} if "seven" in variant else CHECKPOINTED
+    dtype = torch.bfloat16 if "seven" in variant else torch.float64
+    net = make_net(dtype)
     if kind == "shards":
-        net = model = sharded_net(init_device_mesh("cpu", (dist.get_world_size(),)), torch.float64)
+        net = model = sharded_net(init_device_mesh("cpu", (dist.get_world_size(),)), dtype)
     else:
         model = DDP(net) if kind == "replicas" and dist.get_world_size() > 1 else net
     params = net.parameters()
-    opt = MSASSHA(params, **CHECKPOINTED) if variant else SASSHA(params, **CHECKPOINTED, perturb_sync=True)
+    opt = MSASSHA(params, **options) if "m" in variant else SASSHA(params, **options, perturb_sync=True)
     opt.attach(model)
     return net, model, opt
 
@@ -179,7 +186,7 @@ def prepared(kind: str) -> tuple[nn.Module, nn.Module, Any]:
 def go_on(model: nn.Module, opt: SASSHA, steps: int) -> None:
     """Steps on the joined batch, which is every process's, so that their number does not matter."""
     for _ in range(steps):
-        opt.step(closure_of(opt, part_loss(model, torch.float64, 0, 1)))
+        opt.step(closure_of(opt, part_loss(model, opt.param_groups[0]["params"][0].dtype, 0, 1)))
 
 
 def save(kind: str, folder: Path, asynchronously: bool = False, evaluating: bool = False) -> dict[str, Any]:
@@ -217,6 +224,36 @@ def resume(kind: str, folder: Path, used: bool = False) -> dict[str, Any]:
     return whole_results(net, opt)
 
 
+def moved() -> dict[str, Any]:
+    """Compact state of shards that ``full_state_dict=True`` brings into a whole network, used or new, and back."""
+    options = StateDictOptions(full_state_dict=True)
+    net, model, opt = prepared("shards+seven")
+    go_on(model, opt, 5)
+    expected = whole_results(net, opt)
+    content = get_state_dict(net, opt, options=options)
+    whole_net, whole_model, whole_opt = prepared("replicas+seven")
+    go_on(whole_model, whole_opt, 3)
+    set_state_dict(whole_net, whole_opt, model_state_dict=content[0], optim_state_dict=content[1], options=options)
+    found = whole_results(whole_net, whole_opt)
+    masters = [
+        {key: whole(x) for key, x in o.master_weights(n).items()} for o, n in ((opt, net), (whole_opt, whole_net))
+    ]
+    codes = get_state_dict(whole_net, whole_opt, options=options)
+    try:
+        set_state_dict(net, opt, model_state_dict=codes[0], optim_state_dict=codes[1], options=options)
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    wide = SASSHA(whole_net.parameters(), **CHECKPOINTED)  # which is the remedy
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*the checkpoint has bits of")
+        wide.load_state_dict(whole_opt.state_dict())
+    content = get_state_dict(whole_net, wide, options=options)
+    set_state_dict(net, opt, model_state_dict=content[0], optim_state_dict=content[1], options=options)
+    back = whole_results(net, opt)
+    return {"expected": expected, "found": found, "masters": masters, "message": message, "back": back}
+
+
 def checkpoint_scenario(name: str) -> Callable[[], dict[str, Any]]:
     """``save:shards:folder`` and ``resume:replicas:folder``, with ``async`` and ``used`` as variants."""
     verb, kind, folder = name.split("|")[0].split(":", 2)
@@ -237,6 +274,7 @@ SHARDS: dict[str, Callable[[], dict[str, Any]]] = {
     "shards_triton": lambda: shards(12, backend="triton"),
     "shards_collectives": lambda: collectives(SASSHA),
     "shards_collectives_momentum": lambda: collectives(MSASSHA),
+    "shards_seven": lambda: shards(12, torch.bfloat16, **SEVEN),
     "shards_cpu": lambda: shards(12),
     "shards_kept": lambda: shards(12, keep=True),
     "shards_offloaded": lambda: shards(12, fsdp={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
@@ -246,6 +284,7 @@ SHARDS: dict[str, Callable[[], dict[str, Any]]] = {
         torch.float32,
         fsdp={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     ),
+    "moved": moved,
     "probes": probes,
     "exact_shards": exact_shards,
     "two_dimensional": two_dimensional,
