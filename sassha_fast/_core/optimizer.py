@@ -686,7 +686,8 @@ class FusedOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this optimizer or of the authors'.
 
-        State of reduced-precision parameters stays float32. Nothing is changed if the checkpoint does not fit.
+        State becomes what ``state_bits`` and ``master_weight_bits`` say, whatever it was, and is not cast to the dtype
+        of the parameters. Nothing is changed if the checkpoint does not fit.
         """
         self._refuse_while_away("load_state_dict", "the weights are perturbed")
         given = copy(state_dict)

@@ -367,6 +367,27 @@ def test_master_weights_are_not_made_of_corrections_of_another_dtype(setting, dt
         assert torch.equal(value, wanted[name])
 
 
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_number_that_is_not_finite_takes_its_group_with_it(value, bits):
+    """As docs/compact.md says: 32 elements share a scale, unless the step is skipped."""
+    lost = {}
+    for skips in (True, False):
+        p = torch.nn.Parameter(torch.randn(70, 70))
+        opt = SASSHA([p], lr=0.1, rho=0.0, state_bits=bits, skip_nonfinite=skips)
+        for step in range(3):
+            p.square().sum().backward(create_graph=opt.hessian_due)
+            if opt.hessian_due:
+                opt.take_products()
+            p.grad = p.grad.detach().clone()
+            p.grad[0, 40] = value if step == 1 else 1.0
+            opt.step()
+            opt.zero_grad()
+        lost[skips] = (~p.isfinite()).nonzero().tolist()
+    assert lost[True] == []
+    assert lost[False] == ([[0, i] for i in range(32, 64)] if bits == 8 else [[0, 40]])
+
+
 def test_without_corrections_float32_may_become_bfloat16():
     net, opt, _ = trained(EIGHT, 3)
     net.bfloat16()

@@ -323,6 +323,21 @@ def test_master_weights_are_copies_of_the_parameters_that_the_optimizer_has():
     assert SASSHA(double.parameters()).master_weights(double)["0.weight"].dtype == torch.float64
 
 
+def test_weights_that_others_write_keep_their_corrections_until_these_are_cleared():
+    """As docs/compact.md says: they can't be told from the weights of the same checkpoint."""
+    net, opt, _ = trained(SEVEN, 3)
+    net.load_state_dict(make_net(torch.bfloat16, seed=5).state_dict())
+    written = {name: p.detach().clone() for name, p in net.named_parameters()}
+    masters = opt.master_weights(net)
+    assert any(not torch.equal(masters[name], p.float()) for name, p in written.items())
+    for name, p in written.items():
+        assert ((masters[name] - p.float()).abs() <= 2.0**-8 * p.float().abs()).all()
+    for entry in opt.state.values():
+        if "weight_correction" in entry:
+            entry["weight_correction"].zero_()
+    assert all(torch.equal(master, written[name].float()) for name, master in opt.master_weights(net).items())
+
+
 def test_master_weights_of_perturbed_weights_are_refused():
     net, opt, _ = trained(SEVEN, 2, calls=True)
     make_loss(net, torch.bfloat16)().backward()
