@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .checks import shown
+from .checks import is_one_of, shown
 
 __all__ = ["cast_model"]
 
@@ -22,7 +22,7 @@ def cast_model(model: Model, dtype: torch.dtype) -> Model:
 
     These are BatchNorm, and InstanceNorm that tracks statistics: averages of many batches that move by less than
     bfloat16 can show. Their weights and biases stay with them, as torch's kernels want one dtype for all four; they
-    take input of any dtype. Buffers elsewhere are converted if they are of floating point.
+    take input of any dtype. Tensors elsewhere are converted if they are of real floating point.
 
     ``model.to(dtype)`` converts the statistics as well, and autocast leaves all weights in float32, at 4 bytes each.
 
@@ -34,20 +34,31 @@ def cast_model(model: Model, dtype: torch.dtype) -> Model:
         The network itself.
 
     Raises:
+        TypeError: If ``model`` is no network.
         ValueError: If ``dtype`` is no such dtype.
     """
-    if dtype not in DTYPES:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"cast_model: model is {shown(model)}, expected a torch.nn.Module")
+    if not is_one_of(dtype, DTYPES):
         raise ValueError(f"cast_model: dtype is {shown(dtype)}, expected one of {list(DTYPES)}")
     if dtype not in (torch.bfloat16, torch.float16):
-        return model.to(dtype)
+        return _cast(model, dtype)
     norms = [module for module in model.modules() if _has_statistics(module)]
     exact = [[t.detach().clone() for t in _tensors(norm)] for norm in norms]
-    model.to(dtype)
+    _cast(model, dtype)
     with torch.no_grad():
         for norm, values in zip(norms, exact, strict=True):
             for tensor, value in zip(_tensors(norm.float()), values, strict=True):
                 tensor.copy_(value)
     return model
+
+
+def _cast(model: Model, dtype: torch.dtype) -> Model:
+    """``model.to(dtype)``, which would also take the imaginary parts of complex tensors, where there are none."""
+    if not any(t.is_complex() for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)):
+        return model.to(dtype)
+    kinds = {torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half, torch.float32: nn.Module.float}
+    return kinds.get(dtype, nn.Module.double)(model)
 
 
 def _tensors(norm: nn.Module) -> list[Tensor]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from .checks import shown
-from .formats import GROUP, Format, format_of, groups_of
+from .checks import as_integer, shown
+from .formats import Format, format_of, groups_of
 
 __all__ = ["Bill", "bills", "count_of", "report"]
 
@@ -51,17 +52,26 @@ SETTINGS: tuple[tuple[str, torch.dtype, dict[str, Any]], ...] = (
 )
 
 
+MOST = 10**18  # parameters, a million times as many as anybody has
+
+
 def count_of(text: str) -> int:
     """A number of parameters, such as ``125000000``, ``1.5e9``, ``350M`` or ``7B``.
 
     Raises:
         ValueError: If it is no such number.
     """
-    found = re.fullmatch(r"(\d+(?:[.,_]\d+)*(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
-    number = float(found[1].replace(",", "").replace("_", "")) if found and found[1].count(".") < 2 else 0.0
-    if found is None or number < 1:
-        raise ValueError(f"--memory is {shown(text)}, expected a number of parameters, such as 125000000, 350M or 7B")
-    return int(number * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[found[2]])
+    found = re.fullmatch(r"(\d+(?:[.,_]\d+)*(?:e\d{1,3})?)\s*([kmbt]?)", text.strip().lower())
+    number = Decimal(0)
+    if found and found[1].count(".") < 2:
+        number = Decimal(found[1].replace(",", "").replace("_", ""))
+        number *= {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[found[2]]
+    if not 1 <= number <= MOST:
+        raise ValueError(
+            f"--memory is {shown(text)}, expected a number of parameters, such as 125000000, 350M or 7B, and no more "
+            "than 10^18"
+        )
+    return int(number)
 
 
 def _stored_bytes(elements: int, dtype: torch.dtype, stored: Format) -> int:
@@ -71,6 +81,28 @@ def _stored_bytes(elements: int, dtype: torch.dtype, stored: Format) -> int:
     return elements * (m.itemsize + d.itemsize + stored.correction_bits // 8) + scales
 
 
+def _tensors_of(model: Any) -> list[tuple[int, Tensor]]:
+    """Elements of every parameter, and a tensor of its shape; of a number, and a matrix."""
+    if isinstance(model, nn.Module):
+        for name, p in model.named_parameters():
+            if is_lazy(p):
+                raise ValueError(
+                    f"sassha_fast.memory: {name!r} has no shape before the first forward pass of its lazy module; run "
+                    "one"
+                )
+        return [(p.numel(), torch.empty(p.shape, device="meta")) for p in model.parameters() if p.requires_grad]
+    count = as_integer(model)
+    if count is None:
+        raise TypeError(
+            f"sassha_fast.memory: model is {shown(model)}, expected a torch.nn.Module or a whole number of parameters"
+        )
+    if not 1 <= count <= MOST:
+        raise ValueError(
+            f"sassha_fast.memory: model is {shown(model)}, expected a number of parameters from 1 to 10^18"
+        )
+    return [(count, torch.empty(1, 1, device="meta"))]
+
+
 def bills(model: nn.Module | int, *, full_precision_below: int = 4096) -> list[Bill]:
     """What each setting takes, and AdamW, from ``torch.optim`` in float32 and with float32 masters of bfloat16.
 
@@ -78,23 +110,27 @@ def bills(model: nn.Module | int, *, full_precision_below: int = 4096) -> list[B
         model: A network, of whose parameters those that need gradients count; or a number of parameters, as if all
             were in large matrices.
         full_precision_below: The optimizer's argument.
+
+    Raises:
+        TypeError: If ``model`` is neither.
+        ValueError: If it is no number of parameters, or if parameters have no shape yet.
     """
-    shapes: Iterable[torch.Size | tuple[int, ...]]
-    if isinstance(model, nn.Module):
-        shapes = [p.shape for p in model.parameters() if p.requires_grad]
-    else:
-        shapes = [(model // GROUP, GROUP)]
-    tensors = [torch.empty(shape, device="meta") for shape in shapes]
-    n = sum(t.numel() for t in tensors)
+    below = as_integer(full_precision_below)
+    if below is None or below < 0:
+        raise ValueError(
+            f"sassha_fast.memory: full_precision_below is {shown(full_precision_below)}, expected a number of elements"
+        )
+    tensors = _tensors_of(model)
+    n = sum(size for size, _ in tensors)
     found = [
         Bill("AdamW, float32", 4 * n, 4 * n, 8 * n),
         Bill("AdamW, bfloat16 and float32 masters", 2 * n, 2 * n, 12 * n),
     ]
     for name, dtype, options in SETTINGS:
         state = 0
-        for t in tensors:
-            stored = format_of(t.to(dtype), **options, below=full_precision_below)
-            state += _stored_bytes(t.numel(), dtype, stored)
+        for size, t in tensors:
+            stored = format_of(t.to(dtype), **options, below=below if isinstance(model, nn.Module) else 0)
+            state += _stored_bytes(size, dtype, stored)
         found.append(Bill(name, dtype.itemsize * n, dtype.itemsize * n, state))
     return found
 
@@ -103,7 +139,7 @@ def report(model: nn.Module | int) -> str:
     """:func:`bills` as a table, in gigabytes and in bytes for each parameter."""
     rows = bills(model)
     n = max(rows[0].weights // 4, 1)
-    unit, name = (2**30, "GiB") if n >= 10**8 else (2**20, "MiB")
+    unit, name = (2**30, "GiB") if n >= 10**8 else (2**20, "MiB") if n >= 10**5 else (2**10, "KiB")
     width = max(len(row.name) for row in rows)
     lines = [f"{n:,} parameters; activations are not counted", ""]
     lines.append(f"{name:<{width}}  weights  gradients    state    total  bytes a parameter")

@@ -87,6 +87,9 @@ class Options:
         name = self.caller
         check_choice("state_bits", self.state_bits, (32, 16, 8), caller=name)
         check_choice("master_weight_bits", self.master_weight_bits, (None, 24, 32), caller=name)
+        for bits in ("state_bits", "master_weight_bits"):  # 8.0 is one of them
+            value = getattr(self, bits)
+            object.__setattr__(self, bits, None if value is None else int(value))
         below = as_integer(self.full_precision_below)
         if below is None or below < 0:
             raise ValueError(

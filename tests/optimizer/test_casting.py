@@ -73,3 +73,19 @@ def test_no_other_dtype_is_taken():
     with pytest.raises(ValueError, match=r"cast_model: dtype is torch.int8, expected one of \[torch.bfloat16"):
         cast_model(net, torch.int8)
     assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("model", ["x", None])
+def test_what_is_no_network_is_refused_by_name(model):
+    with pytest.raises(TypeError, match=r"^cast_model: model is .*, expected a torch.nn.Module"):
+        cast_model(model, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_complex_tensors_keep_their_imaginary_parts(dtype):
+    net = nn.Linear(3, 3)
+    net.register_buffer("turns", torch.randn(4, dtype=torch.complex64))
+    turns = net.turns.clone()
+    cast_model(net, dtype)
+    assert net.weight.dtype == dtype
+    assert torch.equal(net.turns, turns)

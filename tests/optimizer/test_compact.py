@@ -118,6 +118,15 @@ def test_small_parameters_are_compact_from_the_limit_on():
     assert kinds[3, 130] == kinds[130,] == torch.float32
 
 
+def test_bits_may_be_whole_numbers_of_any_kind():
+    net = make_net(torch.bfloat16)
+    opt = SASSHA(net.parameters(), state_bits=8.0, master_weight_bits=24.0)
+    assert (opt.state_bits, opt.master_weight_bits) == (8, 24)
+    assert type(opt.state_bits) is type(opt.master_weight_bits) is int
+    train(net, opt, 2)
+    opt.load_state_dict(opt.state_dict())
+
+
 @pytest.mark.parametrize("name", ["state_bits", "master_weight_bits", "full_precision_below"])
 def test_formats_are_fixed_by_construction(name):
     _, opt = built(SEVEN)

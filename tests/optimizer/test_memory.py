@@ -86,6 +86,52 @@ def test_other_words_are_refused(text):
         memory.count_of(text)
 
 
+@pytest.mark.parametrize("text", ["1e400", "1e30", "99999999999999T", "1e999999999", "0.5"])
+def test_numbers_that_nobody_has_are_refused(text):
+    with pytest.raises(ValueError, match=r"^--memory is .*, and no more than 10\^18"):
+        memory.count_of(text)
+
+
+@pytest.mark.parametrize("count", [1, 5, 10, 100, 1000, 10**9 + 1, 10**18])
+def test_the_bill_is_of_the_number_that_was_asked_for(count):
+    assert memory.report(count).startswith(f"{count:,} parameters;")
+    rows = memory.bills(count)
+    assert [row.weights // count for row in rows] == [4, 2, 4, 4, 4, 2, 2, 2]
+    assert rows[-1].state == 3 * count + 6 * -(-count // 32)
+    assert all(row == other for row, other in zip(rows, memory.bills(count, full_precision_below=0), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "message"),
+    [
+        (-1, ValueError, "model is -1, expected a number of parameters from 1 to 10"),
+        (0, ValueError, "model is 0, expected a number of parameters from 1"),
+        (10**19, ValueError, "model is 10000000000000000000, expected a number of parameters from 1"),
+        (2.5, TypeError, "model is 2.5, expected a torch.nn.Module or a whole number"),
+        ("7B", TypeError, "model is '7B', expected a torch.nn.Module or a whole number"),
+        (None, TypeError, "model is None, expected a torch.nn.Module or a whole number"),
+        (True, TypeError, "model is True, expected a torch.nn.Module or a whole number"),
+        (nn.LazyLinear(3), ValueError, "'weight' has no shape before the first forward pass of its lazy module"),
+    ],
+    ids=str,
+)
+def test_what_is_no_model_and_no_number_is_refused_by_name(model, kind, message):
+    with pytest.raises(kind, match=f"^sassha_fast.memory: {message}"):
+        memory.report(model)
+
+
+def test_a_limit_that_is_no_number_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"^sassha_fast.memory: full_precision_below is 'a', expected a number of elem"
+    ):
+        memory.bills(nn.Linear(3, 3), full_precision_below="a")
+
+
+def test_a_network_without_parameters_costs_nothing():
+    assert [row.total for row in memory.bills(nn.ReLU())] == [0] * 8
+    assert memory.report(nn.ReLU())
+
+
 def test_the_command_prints_the_bill_beside_adamw():
     command = [sys.executable, "-m", "sassha_fast", "--memory", "7B"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
