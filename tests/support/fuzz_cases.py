@@ -194,7 +194,15 @@ def _options(rng: Random, method: str) -> dict[str, Any]:
         found["sign"] = 1
     if method == "AdaHessian" and rng.random() < 0.3:
         found["spatial_averaging"] = False
-    return found
+    return found | _stored(rng, stochastic="stochastic_rounding" in found)
+
+
+def _stored(rng: Random, *, stochastic: bool) -> dict[str, Any]:
+    """How a third of the cases store state and weights."""
+    if rng.random() < 0.67:
+        return {}
+    masters = {} if stochastic else {"master_weight_bits": rng.choice([None, 24, 24, 32])}
+    return {"state_bits": rng.choice([32, 16, 8, 8]), "full_precision_below": rng.choice([0, 0, 50]), **masters}
 
 
 def _groups(rng: Random, method: str, count: int) -> tuple[dict[str, Any], ...]:
