@@ -282,7 +282,7 @@ def _in_order(
     if loss is None:  # the first pass of the batch whose BatchNorm statistics are to be kept
         random.restore()
         loss = _pass(step, closures.main, differentiate=own, send=send_descent)
-        stats.ascent_gap = torch.tensor(math.nan, dtype=torch.float64)
+        stats.ascent_gap = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
     elif ascends:
         second = _replayed(step, closures.main, random, differentiate=own, send=send_descent)
         gap = second - loss

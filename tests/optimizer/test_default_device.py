@@ -1,12 +1,15 @@
 """``torch.set_default_device`` is for the user's tensors: ours lie where the parameters are."""
 
+import ast
 import copy
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.utils._device import _device_constructors
 from training import (
     assert_same_bits,
     assert_same_state,
@@ -19,6 +22,7 @@ from training import (
     three_calls,
 )
 
+import sassha_fast
 from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, AdaHessian, SophiaH, check_model
 from sassha_fast.log import StatsLog, read_log
 from sassha_fast.sharpness import Sharpness
@@ -151,3 +155,24 @@ def test_logs_and_measures_of_sharpness_are_the_same_too(tmp_path):
     for one, other in zip(expected, found, strict=True):
         assert same_bits(one, other)
     assert str(rows) == str(others)
+
+
+def makes_a_tensor(node):
+    """Whether a call in a source is one of torch's that the default device is for: ``torch.zeros`` and the like."""
+    called = node.func if isinstance(node, ast.Call) else None
+    if not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name) or called.value.id != "torch":
+        return False
+    makers = {maker.__name__ for maker in _device_constructors()}
+    return called.attr in makers - {"load"}
+
+
+def test_every_tensor_that_the_package_makes_names_its_device():
+    found, unnamed = 0, []
+    for path in sorted(Path(sassha_fast.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if makes_a_tensor(node):
+                found += 1
+                if not any(keyword.arg in ("device", None) for keyword in node.keywords):
+                    unnamed.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    assert found > 50
+    assert not unnamed, "\n".join(unnamed)
