@@ -328,6 +328,7 @@ class MomentumAscent(Ascent):
             plan.count_draw(draw)
             device = plan.draws[0].device
             numbers = [scales.get(g, 0.0) for g in range(plan.n_groups)]
+            used_here(number for number in numbers if isinstance(number, Tensor))  # the next step replaces them
             values = [torch.as_tensor(number, dtype=torch.float32, device=device) for number in numbers]
             plan.momentum_ascent(torch.stack(values), options.seed)
             parts.weights_moved(plan)

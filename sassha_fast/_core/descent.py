@@ -270,6 +270,7 @@ class _Update:
         stays = (skip != 0) | (total == 0)
         trace, share = tallies[:, 0].sum(), tallies[:, 1].sum() / torch.clamp(total, min=1.0)
         before = self.trace_before, self.share_before
+        used_here(before)  # of another stream, if the last refresh ran there, and dropped here
         stats.trace, stats.negative_share = (
             torch.where(stays, old.to(new), new) for old, new in zip(before, (trace, share), strict=True)
         )

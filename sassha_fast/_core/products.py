@@ -249,9 +249,9 @@ class FiniteDifferences:
                 f"{self._caller}: no parameter has a gradient at the probe; run backward() after probe_weights()"
             )
         here = self._of_plan(grads)
-        used_here(here)
         self._base = [None if g is None else base for base, g in zip(self._base, here, strict=True)]
         self._gradients.append(here)
+        used_here(chain(*self._gradients, self._base, self._sums))  # all but the last of calls on other streams, maybe
         sample, sign = self._offsets[self.done - 1]
         if self._n_samples == 1 or (self._central and sign > 0):
             return

@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 from .. import schedules
 from .._parallel.collectives import EarlyReduction
 from .._parallel.reducer import Reducer
-from .._passes.accessors import grad, requires_grad, version, weights_moved
+from .._passes.accessors import grad, requires_grad, used_here, version, weights_moved
 from .._passes.plan import Plan
 from .._passes.reference import Stepped
 from .._passes.upload import is_capturing
@@ -476,6 +476,7 @@ class Step:
         if scaler is not None and scaler.is_enabled():
             if found.products is not None:
                 found = replace(found, loss_scale=scaler.get_scale())
+            used_here((self.parts.stats.square_sums, self.parts.stats.scales))  # which the quotients replace
             self.parts.stats.divide_by(scaler)
         self.curvature = found
         if not self.driven:

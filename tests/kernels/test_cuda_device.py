@@ -187,6 +187,125 @@ def test_memory_of_gradients_from_another_stream_is_not_handed_out_too_early(bac
     assert_same_bits(trained(torch.cuda.Stream(), torch.cuda.Stream()), trained(current, current))
 
 
+def on_two_streams(first, then, junk):
+    """Calls on one stream, and then on the current one, which is late; the first hands out what is free meanwhile.
+
+    Nothing but the optimizer tells the first stream's allocator what the current one still reads.
+    """
+    early, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    early.wait_stream(here)
+    with torch.cuda.stream(early):
+        first()
+    here.wait_stream(early)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10_000_000)
+    then()
+    with torch.cuda.stream(early):
+        filled = [torch.full(n, -77.0, dtype=dtype) for n, dtype in junk for _ in range(50)]
+    early.synchronize()
+    torch.cuda.synchronize()
+    del filled
+
+
+def on_one_stream(first, then, junk):
+    first()
+    then()
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["eager", "capturable"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_eval_and_train_on_another_stream_than_the_steps_find_the_length_of_the_ascent(backend, capturable):
+    """M-SASSHA keeps it from step to step; the next step replaces it, while train() may still have to read it."""
+
+    def trained(run):
+        p = torch.nn.Parameter(torch.linspace(0.5, 1.5, 300))
+        opt = MSASSHA([p], lr=0.01, rho=0.3, lazy_hessian=100, backend=backend, capturable=capturable)
+
+        def step():
+            (p * p * p * p).sum().backward(create_graph=opt.hessian_due)
+            opt.step()
+            opt.zero_grad()
+
+        run(lambda: [step() for _ in range(3)], lambda: (opt.eval(), opt.train(), step()), [((1,), torch.float32)])
+        return [p.detach().cpu()]
+
+    assert_same_bits(trained(on_two_streams), trained(on_one_stream))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_refresh_that_failed_on_another_stream_keeps_the_numbers_of_the_last(backend):
+    def trained(run):
+        p = torch.nn.Parameter(torch.linspace(0.5, 1.5, 300))
+        opt = SASSHA([p], lr=0.01, rho=0.05, lazy_hessian=2, backend=backend)
+
+        def step(fails=False):
+            (p * p * p * p).sum().backward()
+            opt.perturb_weights()
+            (p * p * p * p).sum().backward(create_graph=opt.hessian_due)
+            if fails:
+                p.grad.register_hook(lambda grad: grad * torch.inf)
+            opt.unperturb()
+            opt.step()
+            opt.zero_grad()
+
+        run(lambda: (step(), step()), lambda: step(fails=True), [((), torch.float64)])
+        assert opt.stats.skipped_refreshes == 1
+        return [opt.stats.trace.cpu(), opt.stats.negative_share.cpu()]
+
+    assert_same_bits(trained(on_two_streams), trained(on_one_stream))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_of_an_ascent_are_divided_by_a_loss_scale_on_another_stream(backend):
+    def trained(run):
+        p = torch.nn.Parameter(torch.linspace(0.5, 1.5, 300))
+        opt = SASSHA([p], lr=0.01, rho=0.05, lazy_hessian=100, backend=backend)
+        scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+        opt.step(closure_of(opt, lambda: (p * p * p * p).sum()))
+        opt.zero_grad()
+
+        def passed():
+            scaler.scale((p * p * p * p).sum()).backward()
+
+        def descend():
+            opt.unperturb(scaler=scaler)
+            opt.step()
+
+        run(
+            lambda: (passed(), opt.perturb_weights(), passed()), descend, [((1,), torch.float32), ((1,), torch.float64)]
+        )
+        return [opt.stats.square_sums.cpu(), opt.stats.scales.cpu()]
+
+    torch.testing.assert_close(trained(on_two_streams), trained(on_one_stream), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("hvp", ["finite_difference", "central_difference"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_probes_on_another_stream_than_the_last_call_are_all_read(backend, hvp):
+    def trained(run):
+        p = torch.nn.Parameter(torch.linspace(0.5, 1.5, 5000))
+        opt = SASSHA([p], lr=0.01, rho=0.05, lazy_hessian=1, hvp=hvp, n_samples=2, backend=backend)
+
+        def passed():
+            (p * p * p * p).sum().backward()
+
+        opt.step(closure_of(opt, lambda: (p * p * p * p).sum()))  # makes state, for which it waits
+        opt.zero_grad()
+
+        def climb():
+            passed()
+            opt.perturb_weights()
+            passed()
+            for _ in range(opt.probes_due):
+                opt.probe_weights()
+                passed()
+
+        run(climb, lambda: (opt.unperturb(), opt.step()), [((5000,), torch.float32)])
+        return [p.detach().cpu()]
+
+    assert_same_bits(trained(on_two_streams), trained(on_one_stream))
+
+
 @pytest.mark.parametrize("order", [("cpu", "cuda"), ("cuda", "cpu")], ids=["host first", "device first"])
 @pytest.mark.parametrize("method", METHODS)
 def test_parameters_of_host_and_device_are_updated_as_in_one_place(method, order):
