@@ -1,5 +1,7 @@
 """What only a GPU can show, or the virtual one: `pytest tests --device cuda`. Elsewhere these tests are skipped."""
 
+import gc
+import os
 import warnings
 from contextlib import contextmanager
 
@@ -9,6 +11,11 @@ from cases import DEVICE
 from training import assert_same_bits, closure_of, make_loss, make_net, snapshot, three_calls
 
 from sassha_fast import GSASSHA, MSASSHA, SASSHA, backends
+
+try:
+    import vgpu
+except ImportError:
+    vgpu = None
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU and --device cuda")
 
@@ -330,3 +337,32 @@ def test_parameters_of_two_devices_are_updated_on_their_own():
         (p**4).sum().backward(create_graph=True)
     opt.step()
     assert (first.cpu() != second.cpu()).sum() == 0
+
+
+@pytest.mark.skipif(vgpu is None or not vgpu.is_running(), reason="about the virtual GPU")
+def test_an_operation_of_the_virtual_gpu_may_queue_another():
+    """As Python's garbage collector does, which may run within one: the stream is busy, but with nobody else's work."""
+
+    class Late:
+        def __init__(self):
+            self.itself, self.filled = self, torch.empty(8)
+
+        def __del__(self):
+            self.filled.zero_()
+            done.append(self.filled)
+
+    done, before = [], gc.get_threshold()
+    vgpu.set_lazy(False)
+    try:
+        for threshold in range(5, 60):
+            gc.set_threshold(threshold)
+            for _ in range(8):
+                Late()
+                x = torch.ones(8) * 1.0
+        gc.set_threshold(*before)
+        gc.collect()
+    finally:
+        gc.set_threshold(*before)
+        vgpu.set_lazy(os.environ.get("VGPU_POLICY") != "eager")
+    torch.cuda.synchronize()
+    assert torch.stack([x, *done]).unique().tolist() == [0.0, 1.0]

@@ -69,6 +69,8 @@ Stream* stream_of(cudaStream_t handle) {
 int run_until(Stream* stream, uint64_t count) {
   int error = 0;
   while (stream->done < count) {
+    // An operation may queue others: Python's garbage collector frees a tensor while it runs. They come after it.
+    if (stream->busy && pthread_equal(stream->runner, pthread_self())) return error;
     if (stream->busy || stream->queue.empty()) {  // another thread runs it
       Unlocked unlocked;
       sched_yield();
@@ -77,6 +79,7 @@ int run_until(Stream* stream, uint64_t count) {
     const Operation operation = std::move(stream->queue.front());
     stream->queue.pop_front();
     stream->busy = true;
+    stream->runner = pthread_self();
     const int failed = operation.run();
     stream->busy = false;
     ++stream->done;

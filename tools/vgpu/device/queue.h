@@ -28,7 +28,8 @@ struct Stream {
   int priority = 0;
   std::deque<Operation> queue = {};
   uint64_t queued = 0, done = 0;  // operations since the stream was made
-  bool busy = false;              // one of them runs
+  bool busy = false;              // one of them runs,
+  pthread_t runner = {};          // in this thread
   std::shared_ptr<Capture> capture = nullptr;
   uint64_t last_captured = 0;  // position in the graph of its last operation
 };
