@@ -118,8 +118,9 @@ class Checked:
         loss = self.function()
         if _is_number(loss):
             return loss
-        is_list = isinstance(loss, Tensor) and loss.numel() != 1
-        found = f"a tensor of shape {tuple(loss.shape)}" if is_list else _short(loss)
+        found = _short(loss)
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}"
         raise TypeError(
             f"{self._call} returned {found}, expected the loss, one number: a closure takes no arguments, runs the "
             "forward pass and loss.backward(), and ends with `return loss`"
