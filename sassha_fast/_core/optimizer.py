@@ -22,7 +22,7 @@ from typing_extensions import override
 from .._parallel.reducer import Reducer
 from .._passes.accessors import clear_grads, hooked, no_grad, requires_grad
 from .._passes.shards import is_sharded, local
-from ..checks import check_count, check_param, parameter_name, refuse_cast, user_level
+from ..checks import check_count, check_param, parameter_name, refuse_cast, shown, user_level
 from ..stats import Stats
 from ..variant import Ascent as AscentOf
 from .closure import Accumulated, Closure, as_closure, is_running, run, run_shadow
@@ -63,6 +63,37 @@ class _Fixed(_Option):
         )
 
 
+class _Method(_Option):
+    """The variant, which follows from the class and the arguments that choose it."""
+
+    def __set__(self, opt: FusedOptimizer, value: Any) -> None:
+        name = opt.parts.options.caller
+        raise AttributeError(
+            f"{name}: {self.name} is what {name} and its arguments have chosen, and parts and state are made for it; "
+            f"construct the optimizer of the method that you want, instead of assigning {shown(value)}"
+        )
+
+
+class _Capturable(_Option):
+    """Where step counts are kept: on the device or on the host."""
+
+    def __set__(self, opt: FusedOptimizer, value: Any) -> None:
+        parts = opt.parts
+        before, name = parts.options.capturable, parts.options.caller
+        options = replace(parts.options, capturable=value)
+        if options.capturable != before and not parts.descent.has_curvature:
+            raise AttributeError(
+                f"{name}: capturable is {before}, as {name} counts its steps on the host; leave it, or give the base "
+                "optimizer its own capturable=True at construction"
+            )
+        if options.capturable != before and any(parts.params.state.values()):
+            raise AttributeError(
+                f"{name}: capturable is {before}, and the state is made for it; construct an optimizer with "
+                f"capturable={options.capturable}, whose load_state_dict(opt.state_dict()) converts the state"
+            )
+        parts.options = options
+
+
 class FusedOptimizer(Optimizer, Joinable):
     """An optimizer of an ascent and a descent. Public classes choose these and document the arguments.
 
@@ -76,7 +107,7 @@ class FusedOptimizer(Optimizer, Joinable):
     ascent_part: type[Ascent]
     descent_part: type[Descent]
     checked_hyperparameters: Sequence[str] = tuple(HYPERPARAMETERS)
-    variant = _Option()
+    variant = _Method()
     lazy_hessian = _Option()
     n_samples = _Option()
     grad_reduce = _Option()
@@ -92,7 +123,7 @@ class FusedOptimizer(Optimizer, Joinable):
     max_grad_norm = _Option()
     skip_nonfinite = _Option()
     stochastic_rounding = _Option()
-    capturable = _Option()
+    capturable = _Capturable()
     unseen = _Option()
     state_bits = _Fixed()
     master_weight_bits = _Fixed()

@@ -9,6 +9,7 @@ from torch.optim import SGD
 from training import BACKENDS, assert_same_bits, closure_of, make_net, same_bits, snapshot, three_calls
 
 from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, AdaHessian, SophiaH, reference
+from sassha_fast.variant import Variant
 
 FAMILY = (SASSHA, GSASSHA, MSASSHA, AdaHessian, SophiaH)
 NO_NUMBERS = [None, "x", "0.1", b"1", 1j, True, math.nan, [0.1], torch.tensor(True), torch.tensor(1 + 0j)]
@@ -225,3 +226,44 @@ def test_scales_of_other_norms_are_the_quotients_that_they_were(on_device):
             found = reference.ascent_scales(total.reshape(1), [rho], [offset], on_device=on_device)
             expected = torch.tensor(rho / (math.sqrt(total.item()) + offset), dtype=torch.float64).float()
             assert same_bits(found, expected.reshape(1))
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("method", FAMILY)
+def test_capturable_is_fixed_once_there_is_state(method, capturable):
+    """Step counts lie on the host or on the device."""
+    net = make_net()
+    opt = method(net.parameters(), lr=0.01)
+    opt.capturable = capturable
+
+    def closure():
+        opt.zero_grad()
+        loss = net(torch.ones(2, 12)).square().sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    opt.capturable = capturable
+    said = f"{method.__name__}: capturable is {capturable}, and the state is made for it; construct .* converts the"
+    with pytest.raises(AttributeError, match=said):
+        opt.capturable = not capturable
+    with pytest.raises(ValueError, match=f"{method.__name__}: capturable is 'no', expected True or False"):
+        opt.capturable = "no"
+    opt.step(closure)
+    assert opt.capturable is capturable
+
+
+def test_sam_has_nothing_that_is_capturable():
+    opt = SAM([parameter()], SGD, lr=0.1)
+    with pytest.raises(AttributeError, match=r"^SAM: capturable is False, as SAM counts its steps on the host"):
+        opt.capturable = True
+
+
+@pytest.mark.parametrize("method", [*FAMILY, SAM])
+def test_the_method_can_not_be_assigned(method):
+    opt = SAM([parameter()], SGD, lr=0.1) if method is SAM else method([parameter()])
+    before = opt.variant
+    for value in (3, None, Variant()):
+        with pytest.raises(AttributeError, match=rf"^{method.__name__}: variant is what .* construct"):
+            opt.variant = value
+    assert opt.variant is before
