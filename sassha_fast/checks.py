@@ -170,7 +170,7 @@ def check_param(name: str, param: Any, *, caller: str) -> None:
 
 def check_memory(name: str, param: Tensor, *, caller: str) -> None:
     """Raises ValueError for a parameter whose memory holds the opposite of its values."""
-    if param.is_neg():
+    if not is_lazy(param) and param.is_neg():
         raise ValueError(
             f"{caller}: {name} has torch's negative bit, as the imaginary part of a conjugate has: its memory "
             "holds the opposite of its values, and its other views would move the wrong way; make a parameter of "
