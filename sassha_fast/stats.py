@@ -76,6 +76,10 @@ class Stats:
         if late is not None:
             late()
 
+    def tensors(self) -> list[Tensor]:
+        """The numbers that are tensors."""
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies: what is to be counted is counted before."""
         self.count_late()

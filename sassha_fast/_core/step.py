@@ -536,6 +536,8 @@ class Step:
                 grads = params.detach_grads()
             plan.bind_grads(grads)
             self.parts.descent.update(self, plan, curvature, amp)
+            if self.is_captured:  # the next eager step drops these numbers, and a replay writes them
+                plan.constants.keep(self.parts.stats.tensors())
         self.phase = Phase.ENDED
         self.pending = None  # which knows its step: together they would wait for the garbage collector
 

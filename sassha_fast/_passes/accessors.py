@@ -6,8 +6,9 @@ Looking an attribute up on a tensor costs as much as the answer. These are what 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import cache, wraps
 from itertools import chain, repeat
 from typing import Any, ParamSpec, TypeVar
 
@@ -54,6 +55,18 @@ def stream_of(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
+@cache
+def _silence_records() -> None:
+    """Has torch's warning of records that change nothing where nobody sees it, as it comes once in a process.
+
+    Only the allocator knows which stream a tensor is from, and that of ``cudaMallocAsync`` warns if it is this one.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.empty(1, device="cuda").record_stream(torch.cuda.current_stream())
+
+
 def used_here(tensors: Iterable[Tensor | None]) -> None:
     """Tells torch's allocator that the current stream works on tensors that are dropped next.
 
@@ -66,6 +79,7 @@ def used_here(tensors: Iterable[Tensor | None]) -> None:
         return  # all are on the CPU, most likely, and there is no stream to wait for anyway
     there = [first, *given]
     devices = set(map(device_of, there))
+    _silence_records()
     streams = {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"}
     if len(devices) == len(streams) == 1:
         any(map(record_stream, there, repeat(*streams.values())))  # for all of them

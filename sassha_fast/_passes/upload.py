@@ -219,6 +219,7 @@ class Constants:
         """Has none."""
         self._latest: OrderedDict[Any, Tensor] = OrderedDict()
         self._frozen: dict[Any, Tensor] = {}  # that CUDA graphs read
+        self._written: list[Tensor] = []  # by CUDA graphs
         self._uploaders: dict[torch.device, Uploader] = {}
 
     def __len__(self) -> int:
@@ -256,6 +257,10 @@ class Constants:
                 if len(self._latest) > KEPT_CONSTANTS:
                     self._latest.popitem(last=False)
         return found
+
+    def keep(self, written: Sequence[Tensor]) -> None:
+        """Keeps what a graph that is captured writes at every replay, whoever lets go of it before."""
+        self._written += written
 
     def vector(self, values: Sequence[float | Tensor], device: torch.device) -> Tensor:
         """Numbers and 0-d tensors as one float64 tensor on the device. Tensors of the host are numbers there."""

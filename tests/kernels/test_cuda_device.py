@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import warnings
 from contextlib import contextmanager
 
@@ -82,6 +84,36 @@ def test_no_step_waits_for_the_device(backend, method, capturable):
     assert opt.stats.refreshes == 4
 
 
+ASYNC = "backend:cudaMallocAsync"
+EXCHANGE = """
+import sys, warnings
+if "vgpu" in sys.argv:
+    from vgpu import operators
+    operators.install()
+import torch
+from sassha_fast import SASSHA
+warnings.filterwarnings("error", message=".*record_stream")
+assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+p = torch.nn.Parameter(torch.ones(300, device="cuda"))
+opt = SASSHA([p], lr=0.01, rho=0.05, lazy_hessian=2)
+for _ in range(3):
+    (p * p * p * p).sum().backward()
+    opt.perturb_weights()
+    (p * p * p * p).sum().backward(create_graph=opt.hessian_due)
+    opt.unperturb()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_no_other_allocator_warns_of_the_streams_that_it_is_told():
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": ASYNC}
+    command = [sys.executable, "-c", EXCHANGE, *(["vgpu"] if vgpu and vgpu.is_running() else [])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(ASYNC in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""), reason="addresses do not recur there")
 @pytest.mark.parametrize("way", ["calls", "closure"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backend", BACKENDS)
