@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU and --devi
 BACKENDS = ("cuda", "triton")
 METHODS = (SASSHA, MSASSHA, GSASSHA)
 OPTIONS = {"lr": 0.03, "rho": 0.05}
+MOST_STEPS_TO_SETTLE = 40  # until torch's allocator hands out the same memory at every step; mostly 5 to 18
 
 
 @contextmanager
@@ -132,12 +133,13 @@ def test_tables_that_are_on_the_device_are_not_copied_again(backend, method, way
         else:
             three_calls(opt, loss)
 
-    for _ in range(14):  # until torch's allocator has settled
+    uploads = []
+    for _ in range(MOST_STEPS_TO_SETTLE):
         step()
-    before = sum(mirrors.uploads for mirrors in mirrors_of(opt))
-    for _ in range(3):
-        step()
-    assert sum(mirrors.uploads for mirrors in mirrors_of(opt)) == before > 0
+        uploads.append(sum(mirrors.uploads for mirrors in mirrors_of(opt)))
+        if uploads[-1] == uploads[-4:][0] and len(uploads) > 3:
+            break
+    assert uploads[-4] == uploads[-1] > 0, uploads  # none in three steps
 
 
 # ---- refreshes whose outcome is known late ----------------------------------------------------------------------
