@@ -165,7 +165,7 @@ def encode_momentum(values: Tensor, noise: Tensor | int = NEAREST) -> tuple[Tens
     scales = torch.where(torch.isfinite(largest), largest, torch.nan)
     s = _spread(scales, values.numel())
     a = torch.where(s > 0, values.abs() / s, torch.zeros_like(s))
-    top = torch.tensor(254.0 * 4096.0, dtype=torch.float32, device=values.device)
+    top = torch.full((), 254.0 * 4096.0, dtype=torch.float32, device=values.device)
     t = torch.floor((top - top / (1.0 + a)) + 0.5).to(torch.int32)
     c = (t + (noise >> 4)) >> 12
     return torch.where(values < 0, -c, c).to(torch.int8), scales

@@ -103,7 +103,7 @@ def rounding_noise(like: Tensor, index: int, seed: int, draw: int | Tensor, doma
     """Sixteen random bits (int32) for each element of ``like``, eight elements a Philox call."""
     n = like.numel()
     words = philox(torch.arange(-(-n // 8), device=like.device), index, draw, seed, domain)
-    halves = (words.unsqueeze(-1) >> torch.tensor([0, 16], device=like.device)) & 0xFFFF
+    halves = (words.unsqueeze(-1) >> torch.arange(0, 32, 16, device=like.device)) & 0xFFFF
     return halves.reshape(-1)[:n].to(torch.int32).reshape(like.shape)
 
 
@@ -269,7 +269,7 @@ def probe(param: Tensor, h: float, index: int, seed: int, draw: int, numbers: Te
     """x + h z, rounded to the parameter's dtype. ``numbers`` as for :func:`rademacher`."""
     x = param.to(compute_dtype(param.dtype))
     z = rademacher(x, index, seed, draw, numbers=numbers)
-    return (x + torch.tensor(h, dtype=x.dtype, device=x.device) * z).to(param.dtype)
+    return (x + torch.full((), h, dtype=x.dtype, device=x.device) * z).to(param.dtype)
 
 
 def finite_difference(probed: Tensor, grad: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def finite_difference(probed: Tensor, grad: Tensor) -> Tensor:
 def scalar_tensors(scalars: StepScalars, dtype: torch.dtype, device: torch.device) -> Any:
     """The same fields as 0-d tensors, rounded once: a Python number may enter an operation in double."""
     fields = (
-        v.to(device, dtype) if isinstance(v, Tensor) else torch.tensor(v, dtype=dtype, device=device) for v in scalars
+        v.to(device, dtype) if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device) for v in scalars
     )
     return StepScalars(*fields)
 

@@ -73,6 +73,44 @@ def test_a_captured_step_equals_an_eager_one_bit_for_bit(backend, method, option
     assert_same_bits(snapshot(net), snapshot(eager))
 
 
+UNUSUAL = {
+    "channels last": lambda: torch.randn(8, 4, 3, 3).bfloat16().to(memory_format=torch.channels_last),
+    "gaps": lambda: torch.randn(20, 40)[:, ::2],
+    "8 bits": lambda: torch.randn(80, 80),
+    "24 bits": lambda: torch.randn(80, 80).bfloat16(),
+}
+STORED = {"8 bits": {"state_bits": 8}, "24 bits": {"master_weight_bits": 24}}
+
+
+@pytest.mark.parametrize("method", [SASSHA, MSASSHA])
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("backend", ["cuda", "triton", "foreach", "reference"])
+def test_parameters_that_no_kernel_takes_are_captured_too(backend, kind, method):
+    found = []
+    for replays in (False, True):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(UNUSUAL[kind]())
+        opt = method([p], **OPTIONS, lazy_hessian=1000, capturable=True, backend=backend, **STORED.get(kind, {}))
+
+        def loss(p=p):  # of elementwise operations alone: sums may differ in their last bits
+            return ((p * p) * (p * p)).sum()
+
+        opt.step(closure_of(opt, loss))
+        opt.zero_grad()
+        for _ in range(2):
+            body(opt, loss)
+        if replays:
+            graph = captured(opt, loss)
+        for _ in range(3):
+            if replays:
+                graph.replay()
+                opt.replayed()
+            else:
+                body(opt, loss)
+        found.append([p.detach().clone()])
+    assert_same_bits(*found)
+
+
 class Replayed:
     """An optimizer with three graphs beside one whose steps are all eager: of a step, of one with another learning
     rate, and of two steps. All are captured without an eager step between them.
