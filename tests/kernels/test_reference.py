@@ -235,6 +235,20 @@ def test_finite_difference_is_taken_over_a_probe_of_length_h():
     assert reference.probe(torch.zeros(200), 0.5, 1, 2, 3).abs().unique().item() == 0.5
 
 
+@pytest.mark.parametrize(("sample", "wanted"), [(Sample.ABS, (3.0, 3.5)), (Sample.SQUARE, (3.0**0.5, 3.5**0.5))])
+def test_what_a_smaller_batch_lacks_is_completed_on_numbers_worked_by_hand(sample, wanted):
+    """D = 1.5 of weight 1/2 is a curvature of 3; products are to be doubled, and squared by one of the samples."""
+    s = StepScalars(*[1.0] * 8)._replace(product_scale=2.0, first=0.75, kept=1.5)
+    d = torch.tensor([1.0, 1.5, -0.0, 1.0])
+    seen = torch.tensor([True, False, False, False])
+    h, g = torch.tensor([-1.75, 0.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    mean = reference.mean_sample(h, seen, s, sample)
+    assert mean.item() == (3.5 if sample is Sample.ABS else 3.5**2)
+    found = reference.completed(d, h, g, seen, s, sample, torch.tensor(3.5))
+    torch.testing.assert_close(found, torch.tensor([-1.75, wanted[0] / 2, wanted[1] / 2, 0.0]))
+    assert reference.mean_sample(h, ~seen & (h != 0), s, sample).isnan()  # nothing was seen
+
+
 def test_what_was_never_seen_gets_the_mean_on_numbers_worked_by_hand():
     d = torch.tensor([1.0, 4.0, -0.0, -0.0])
     product, g = torch.tensor([2.0, 0.0, 0.0, torch.nan]), torch.tensor([1.0, 0.0, 0.0, 1.0])
