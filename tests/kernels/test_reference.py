@@ -238,7 +238,7 @@ def test_finite_difference_is_taken_over_a_probe_of_length_h():
 @pytest.mark.parametrize(("sample", "wanted"), [(Sample.ABS, (3.0, 3.5)), (Sample.SQUARE, (3.0**0.5, 3.5**0.5))])
 def test_what_a_smaller_batch_lacks_is_completed_on_numbers_worked_by_hand(sample, wanted):
     """D = 1.5 of weight 1/2 is a curvature of 3; products are to be doubled, and squared by one of the samples."""
-    s = StepScalars(*[1.0] * 8)._replace(product_scale=2.0, first=0.75, kept=1.5)
+    s = StepScalars(*[1.0] * 12)._replace(product_scale=2.0, first=0.75, kept=1.5)
     d = torch.tensor([1.0, 1.5, -0.0, 1.0])
     seen = torch.tensor([True, False, False, False])
     h, g = torch.tensor([-1.75, 0.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 1.0, 0.0])
