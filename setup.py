@@ -50,7 +50,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 
 # csrc/cuda/*.cu. No contraction and rounded division and roots, as everywhere.
-CUDA_SOURCES = ["ops", "norm", "perturb", "gap", "unseen", "probe", "step"]
+CUDA_SOURCES = ["ops", "norm", "perturb", "gap", "unseen", "probe", "step", "compact"]
 CUDA_FLAGS = [
     "-std=c++17", "-O3", "-fmad=false", "--prec-div=true", "--prec-sqrt=true", "-ftz=false",
     "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", f"-DTORCH_TARGET_VERSION={TORCH_FLOOR}",

@@ -137,12 +137,13 @@ SASSHA_HD Corrected<Float16> corrected(float x, Float16) {
   const float normal = bits_as<float>((word + 0x1000u) & 0xFFFFE000u);
   const float subnormal = floorf(magnitude * 16777216.0f + 0.5f) * 5.9604644775390625e-08f;
   const float p = magnitude >= 6.103515625e-05f ? normal : subnormal;
-  if (!(p <= 65504.0f)) return {to_float16(x), 0};
+  const bool finite = p <= 65504.0f;
   const uint32_t exponent = bits_as<uint32_t>(p) >> 23;
   const float places = bits_as<float>((264u - (exponent < 113u ? 113u : exponent)) << 23);  // one over the last place
   const float steps = floorf((magnitude - p) * places * (2.0f * kHalf) + 0.5f);
   const float rest = steps < -kHalf ? -kHalf : steps > kHalf - 1.0f ? kHalf - 1.0f : steps;
-  return {to_float16(times_sign(p, bits_as<uint32_t>(x) >> 31)), static_cast<int32_t>(rest)};
+  const Float16 nearest = to_float16(finite ? times_sign(p, bits_as<uint32_t>(x) >> 31) : x);
+  return {nearest, static_cast<int32_t>(finite ? rest : 0.0f)};
 }
 
 // x of a parameter and its correction. Whoever sets a parameter to 0 leaves its correction as it was: there is nothing

@@ -159,18 +159,28 @@ SASSHA_HD Product product_of(const Row& row) {
 
 enum class Power { kHalf, kOne, kGeneral };
 
-// max(D / (1 - beta2^t), floor)^power + eps; NaN stays NaN.
+// max(D / (1 - beta2^t), floor); NaN stays NaN.
+template <typename C>
+SASSHA_HD C unbiased(C d, C bias2, const StepScalars<C>& s) {
+  const C unfloored = d / bias2;
+  return unfloored < s.floor ? s.floor : unfloored;
+}
+
+// unbiased^power + eps
+template <Power kPower, typename C>
+SASSHA_HD C raised(C unbiased, const StepScalars<C>& s) {
+  if constexpr (kPower == Power::kHalf) {
+    return root(unbiased) + s.eps;
+  } else if constexpr (kPower == Power::kOne) {
+    return unbiased + s.eps;
+  } else {
+    return power_of(unbiased, s.power) + s.eps;
+  }
+}
+
 template <Power kPower, typename C>
 SASSHA_HD C denominator(C d, C bias2, const StepScalars<C>& s) {
-  const C unfloored = d / bias2;
-  const C corrected = unfloored < s.floor ? s.floor : unfloored;
-  if constexpr (kPower == Power::kHalf) {
-    return root(corrected) + s.eps;
-  } else if constexpr (kPower == Power::kOne) {
-    return corrected + s.eps;
-  } else {
-    return power_of(corrected, s.power) + s.eps;
-  }
+  return raised<kPower>(unbiased(d, bias2, s), s);
 }
 
 // v within [-bound, bound]; NaN stays NaN.

@@ -15,15 +15,22 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from bench.shapes import count, gpt
+from sassha_fast import traffic
+from sassha_fast.formats import GROUP, Format
 from tools.document import ROOT, SUMMARY, TABLES, section, table
 from tools.sass import MAX_WARPS, WARP, Kernel, occupancy, read
 
 ARCHS = (80, 90, 100)
 SOURCES = ("norm", "perturb", "gap", "unseen", "probe", "step")  # csrc/cuda/*.cu with kernels
+COMPACT_SOURCES = ("compact",)  # of passes over fewer bits, which are checked and have no rows on the pages
 THREADS = 256  # kThreads in csrc/cuda/multi_tensor.cuh
 ITEM = {"float": 4, "double": 8, "bfloat16": 2, "float16": 2}
 POWERS = ("half", "one", "general")
+# Of float16 with corrections of 8 bits nvcc decodes one of the parameters' two vectors before it asks for the rest.
+IN_FLIGHT_COMPACT = 36 << 10
 IN_FLIGHT = 40 << 10  # kBytesInFlight there: bytes that threads of a multiprocessor must have asked for
 # What the algorithm can't do without: accesses to numbers of the parameters' dtype, and of the state's.
 FLOOR = {
@@ -61,6 +68,10 @@ SHORT = {
 }
 HEADER = ["kernel", "dtype", "registers", "shared", "spills", "128-bit loads / stores", "nothing narrower"]
 HEADER += ["bytes per parameter", "occupancy", "in flight"]
+# Of enum State in csrc/formats.h. A run-time switch tells codes of D with a sign from those without.
+STATE_BITS = (32, 16, 8)
+COMPACT = "compact_"  # begins the names of passes over fewer bits; their variant is bits of state + bits of correction
+RUN = 16  # elements that a thread takes at once there: kRun in csrc/cuda/stored.cuh
 # Bandwidth by the vendor's data sheet, GB/s.
 GPUS = {"A100 80 GB SXM": 2039, "H100 SXM": 3350}
 # What moves in one step: names of FLOOR.
@@ -80,6 +91,10 @@ def label(kernel: Kernel) -> tuple[str, str, str]:
     assert name is not None, kernel.name
     types = {"If": "float", "Id": "double", "INS_7Float16E": "float16", "INS_8BFloat16E": "bfloat16"}
     arguments = kernel.name[name.end() :]
+    stored = re.search(r"StoredI(f|NS_7Float16E|NS_8BFloat16E)LNS_5StateE(\d)ELNS_10CorrectionE(\d)E", arguments)
+    if stored:
+        dtype = {"f": "float", "NS_7Float16E": "float16", "NS_8BFloat16E": "bfloat16"}[stored[1]]
+        return name[1], dtype, f"{STATE_BITS[int(stored[2])]}+{8 * int(stored[3])}"
     dtype = next((types[code] for code in types if arguments.startswith(code)), "")
     flag = "Lb1E" in arguments  # of an update whether x is kept in state, of the other passes ASAM's scaling
     power = re.search(r"PowerE(\d)E", arguments)
@@ -88,8 +103,16 @@ def label(kernel: Kernel) -> tuple[str, str, str]:
     return name[1], dtype, "adaptive" if flag else ""
 
 
+def stored_as(name: str, dtype: str, variant: str) -> tuple[str, torch.dtype, Format]:
+    """A kernel over fewer bits as ``traffic.py`` names it."""
+    state, correction = map(int, variant.split("+"))
+    return name.removeprefix(COMPACT), getattr(torch, {"float": "float32"}.get(dtype, dtype)), Format(state, correction)
+
+
 def floor(name: str, dtype: str, variant: str = "") -> int:
     """Bytes per parameter that a pass can't do without."""
+    if name.startswith(COMPACT):
+        return traffic.bytes_per_parameter(*stored_as(name, dtype, variant))
     params, state = FLOOR[name]
     params += (name, variant) == ("square_sum", "adaptive")  # which reads the parameters as well
     return params * ITEM[dtype] + state * max(ITEM[dtype], ITEM["float"])
@@ -98,9 +121,20 @@ def floor(name: str, dtype: str, variant: str = "") -> int:
 def bytes_per_parameter(kernel: Kernel) -> float:
     """Bytes of global memory in the hot loop for each element."""
     name, dtype, variant = label(kernel)
+    if name.startswith(COMPACT):
+        return (kernel.bytes - sum(kernel.narrow)) / RUN  # beside the scales of groups
     powers_of_doubles = name in ("step", "step_in_state") and (dtype, variant) == ("double", "general")
     vectors = 2 if name in PAIRS or powers_of_doubles else 1
     return kernel.bytes / (vectors * (16 // ITEM[dtype]))
+
+
+def all_wide(kernel: Kernel) -> bool:
+    """Whether all goes in words of 128 bits, but for the scales of groups: one of each that the pass takes."""
+    name, dtype, variant = label(kernel)
+    if not name.startswith(COMPACT):
+        return kernel.widest_only
+    passed, _, stored = stored_as(name, dtype, variant)
+    return sum(kernel.narrow) == traffic.scale_bytes_per_parameter(passed, stored) * GROUP
 
 
 def occupancy_of(kernel: Kernel) -> float:
@@ -120,19 +154,20 @@ def shortcomings(kernel: Kernel) -> list[str]:
     if kernel.spills or kernel.stack:
         found.append(f"{kernel.spills} accesses to {kernel.stack} bytes of local memory")
     if dtype:  # the sums over chunks have none
-        if not kernel.widest_only:
-            found.append("accesses of less than 128 bits")
+        if not all_wide(kernel):
+            found.append(f"accesses of less than 128 bits: {list(kernel.narrow)} bytes")
         moved, least = bytes_per_parameter(kernel), floor(name, dtype, variant)
         if moved != least:
             found.append(f"{moved:g} bytes per parameter, expected {least}")
-        if name != "rademacher" and bytes_in_flight(kernel) < IN_FLIGHT:  # which reads nothing
-            found.append(f"{bytes_in_flight(kernel)} bytes in flight, expected {IN_FLIGHT}")
+        flying = IN_FLIGHT_COMPACT if name.startswith(COMPACT) and dtype == "float16" else IN_FLIGHT
+        if name != "rademacher" and bytes_in_flight(kernel) < flying:  # which reads nothing
+            found.append(f"{bytes_in_flight(kernel)} bytes in flight, expected {flying}")
     return found
 
 
-def read_objects(build: Path, arch: int) -> dict[tuple[str, str, str], Kernel]:
+def read_objects(build: Path, arch: int, sources: Sequence[str] = SOURCES) -> dict[tuple[str, str, str], Kernel]:
     """The kernels that ninja has compiled for an architecture."""
-    kernels = [kernel for name in SOURCES for kernel in read(build / f"cuda_{name}.o", arch)]
+    kernels = [kernel for name in sources for kernel in read(build / f"cuda_{name}.o", arch)]
     return {label(kernel): kernel for kernel in kernels}
 
 
@@ -146,17 +181,17 @@ def compile_for(arch: int, into: Path) -> dict[tuple[str, str, str], Kernel]:
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
     includes = [argument for path in include_paths() for argument in ("-isystem", path)]
-    for name in SOURCES:
+    for name in (*SOURCES, *COMPACT_SOURCES):
         source, out = ROOT / "csrc" / "cuda" / f"{name}.cu", into / f"cuda_{name}.o"
         command = ["nvcc", *build.CUDA_FLAGS, f"-arch=sm_{arch}", *includes, "-cubin", str(source), "-o", str(out)]
         subprocess.run(command, check=True)
-    return read_objects(into, arch)
+    return read_objects(into, arch, (*SOURCES, *COMPACT_SOURCES))
 
 
 def kernel_rows(kernels: dict[tuple[str, str, str], Kernel]) -> list[list[object]]:
     rows: list[list[object]] = []
     for (name, dtype, variant), kernel in sorted(kernels.items(), key=lambda item: (item[0][1] != "float", item[0])):
-        if not dtype:
+        if not dtype or name.startswith(COMPACT):
             continue
         rows.append(
             [
@@ -166,7 +201,7 @@ def kernel_rows(kernels: dict[tuple[str, str, str], Kernel]) -> list[list[object
                 kernel.shared,
                 kernel.spills,
                 f"{kernel.accesses('LDG', 16)} / {kernel.accesses('STG', 16)}",
-                "yes" if kernel.widest_only else "no",
+                "yes" if all_wide(kernel) else "no",
                 f"{bytes_per_parameter(kernel):g}",
                 f"{occupancy_of(kernel):.0%}",
                 f"{bytes_in_flight(kernel) / 1024:.0f} KB" if name != "rademacher" else "writes only",

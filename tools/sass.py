@@ -101,9 +101,14 @@ class Kernel:
         return total
 
     @property
+    def narrow(self) -> tuple[int, ...]:
+        """Bytes of every access that is not a vector of 128 bits."""
+        return tuple(i.bytes for i in self.hot_loop if i.bytes not in (0, 16))
+
+    @property
     def widest_only(self) -> bool:
         """Whether all of them go in vectors of 128 bits."""
-        return all(i.bytes in (0, 16) for i in self.hot_loop)
+        return not self.narrow
 
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")

@@ -69,6 +69,16 @@ __device__ __forceinline__ V shuffle_down(V value, int delta) {
 #endif
 }
 
+// The value of the lane whose number differs from this one's by the bits of `mask`.
+template <typename V>
+__device__ __forceinline__ V shuffle_xor(V value, int mask) {
+#if defined(__HIPCC__)
+  return __shfl_xor(value, mask, 32);
+#else
+  return __shfl_xor_sync(0xFFFFFFFFu, value, mask, 32);
+#endif
+}
+
 // An address from a table as a pointer of which the compiler knows that it is global: it then takes LDG and STG, and
 // sees that no store reaches shared memory.
 __device__ __forceinline__ void* global_pointer(int64_t address) {

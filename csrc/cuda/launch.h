@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "../formats.h"
 #include "../passes.h"
 #include "multi_tensor.cuh"
 
@@ -18,6 +19,9 @@ struct DeviceRows {
   int64_t format;           // of all rows: see formats.h
   Queue queue;
 
+  bool is_compact() const { return format != 0; }
+  bool has_correction() const { return correction_of(format) != Correction::kNone; }
+  bool has_compact_state() const { return state_of(format) != State::kFull; }
   int64_t n_chunks() const { return counts[0] + counts[1] + counts[2] + counts[3]; }
   const Span* spans() const { return reinterpret_cast<const Span*>(chunks + n_chunks()); }
 
@@ -52,6 +56,15 @@ struct PartialSum {
 
 // From the partial sums of all chunks to the totals.
 void finish_sums(const DeviceRows& rows, const PartialSum* partials, const GroupSums& sums);
+
+// The same passes over rows whose state or weights are stored in fewer bits (compact.cu), as far as these look at the
+// format. Updates and sums leave partial results.
+void compact_perturb(const DeviceRows& rows, const AscentArgs& args);
+void compact_momentum_ascent(const DeviceRows& rows, const AscentArgs& args);
+void compact_step(const DeviceRows& rows, const StepArgs& args, PartialSum* squares);
+void compact_refresh_step(const DeviceRows& rows, const StepArgs& args, Tally* partials, PartialSum* squares);
+void compact_unseen_sums(const DeviceRows& rows, const Tally* tallies, Unseen* partials);
+void compact_fill_unseen(const DeviceRows& rows, const FillArgs& args);
 
 struct Cuda {
   struct Rows;  // DeviceRows in tensors: see ops.cu

@@ -123,23 +123,52 @@ __device__ __forceinline__ uint32_t signs_at(const uint32_t* words, int offset) 
   return words[offset / 32] >> (offset % 32);
 }
 
-// Rounds values to the grid of a reduced type at random, so that their expectation is kept.
-template <typename T, int kWidth>
-__device__ __forceinline__ void round_stochastically(Elements<float, kWidth>& values, const Stream& stream,
-                                                     int64_t element, Domain domain) {
-  static_assert(kWidth == 1 || kWidth == kNoisePerCall, "a vector takes the noise of one call");
-  const Bits128 noise = noise_bits(stream, element / kNoisePerCall, domain);
-  const int first = static_cast<int>(element % kNoisePerCall);
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    const int place = kWidth == 1 ? first : j;
+// Sixteen bits for each of a thread's elements: the halves of words, the low one first.
+template <int kWidth>
+struct Noise {
+  __device__ __forceinline__ uint32_t operator[](int j) const { return (words[j / 2] >> (16 * (j % 2))) & 0xFFFFu; }
+
+  uint32_t words[(kWidth + 1) / 2];
+};
+
+template <int kWidth>
+__device__ __forceinline__ Noise<kWidth> noise_of(const Stream& stream, int64_t element, Domain domain) {
+  constexpr int kPerCall = static_cast<int>(kNoisePerCall);
+  static_assert(kWidth == 1 || kWidth % kPerCall == 0, "a vector takes the noise of whole calls");
+  Noise<kWidth> out;
+  if constexpr (kWidth == 1) {
+    const Bits128 noise = noise_bits(stream, element / kNoisePerCall, domain);
+    const int place = static_cast<int>(element % kNoisePerCall);
     uint32_t word = noise.word[0];  // selected, as an index that is not constant would move the words to memory
 #pragma unroll
     for (int w = 1; w < 4; ++w) word = place / 2 == w ? noise.word[w] : word;
-    const uint32_t bits = (word >> (16 * (place % 2))) & 0xFFFFu;
-    values[j] =
-        std::is_same_v<T, BFloat16> ? stochastic_bfloat16(values[j], bits) : stochastic_float16(values[j], bits);
+    out.words[0] = word >> (16 * (place % 2));
+  } else {
+#pragma unroll
+    for (int call = 0; call < kWidth / kPerCall; ++call) {
+      const Bits128 noise = noise_bits(stream, element / kNoisePerCall + call, domain);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) out.words[4 * call + w] = noise.word[w];
+    }
   }
+  return out;
+}
+
+// Rounds values to the grid of a reduced type, so that their expectation is kept.
+template <typename T, int kWidth>
+__device__ __forceinline__ void round_stochastically(Elements<float, kWidth>& values, const Noise<kWidth>& noise) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    values[j] = std::is_same_v<T, BFloat16> ? stochastic_bfloat16(values[j], noise[j])
+                                            : stochastic_float16(values[j], noise[j]);
+  }
+}
+
+// The same at random.
+template <typename T, int kWidth>
+__device__ __forceinline__ void round_stochastically(Elements<float, kWidth>& values, const Stream& stream,
+                                                     int64_t element, Domain domain) {
+  round_stochastically<T>(values, noise_of<kWidth>(stream, element, domain));
 }
 
 // ---- sums ----------------------------------------------------------------------------------------------------

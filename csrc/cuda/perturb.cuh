@@ -7,21 +7,22 @@
 namespace sassha::cuda {
 
 // x, and g or m, along which the ascent goes.
-template <typename T, typename D, int kWidth>
+template <typename X, typename D, int kWidth>
 struct AscentOperands {
-  Elements<T, kWidth> x;
+  Elements<X, kWidth> x;
   Elements<D, kWidth> direction;
 };
 
-template <typename T, bool kAdaptive, typename D, int kWidth>
-__device__ __forceinline__ Elements<Compute<T>, kWidth> ascended(const AscentOperands<T, D, kWidth>& in,
-                                                                 Compute<T> scale, const Stream& stream,
+// x + eps, for parameters of type T.
+template <typename T, typename X, typename D, int kWidth>
+__device__ __forceinline__ Elements<Compute<T>, kWidth> ascended(const AscentOperands<X, D, kWidth>& in,
+                                                                 Compute<T> scale, bool adaptive, const Stream& stream,
                                                                  int64_t element) {
   Elements<Compute<T>, kWidth> out;
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
     const Compute<T> x = widen(in.x[j]), d = widen(in.direction[j]);
-    out[j] = x + (kAdaptive ? adaptive_ascent(scale, d, x) : ascent(scale, d));
+    out[j] = x + (adaptive ? adaptive_ascent(scale, d, x) : ascent(scale, d));
   }
   // Rounding to nearest would lose most of a small eps.
   if constexpr (sizeof(T) == 2) round_stochastically<T>(out, stream, element, kAscentNoise);
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(2)) perturb_kernel(Table 
       },
       [&](auto, int offset, const auto& in) {
         store(backup + offset, in.x);
-        store(param + offset, ascended<T, kAdaptive>(in, scale, stream, piece.begin + offset));
+        store(param + offset, ascended<T>(in, scale, kAdaptive, stream, piece.begin + offset));
       });
 }
 
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kPair * (1 + kStateVector
         return AscentOperands<T, C, n>{load<n>(weight + offset), load<n>(exp_avg + offset)};
       },
       [&](auto, int offset, const auto& in) {
-        store(param + offset, ascended<T, kAdaptive>(in, scale, stream, piece.begin + offset));
+        store(param + offset, ascended<T>(in, scale, kAdaptive, stream, piece.begin + offset));
       });
 }
 

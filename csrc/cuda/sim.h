@@ -81,15 +81,17 @@ class Machine {
     leave(self);
   }
 
-  double shuffle_down(double value, int delta) {
-    const unsigned me = thread.x;
+  // The value of another lane of the warp, whose lanes all come here; one outside of it gives back the own value.
+  double shuffle(double value, int lane) {
+    const unsigned me = thread.x, first = me - me % kWarpLanes;
     fibers_[me].slot = value;
     wait(Wait::kWarp);
-    const bool inside = me % kWarpLanes + delta < kWarpLanes;
-    const double other = inside ? fibers_[me + delta].slot : value;
+    const double other = lane < kWarpLanes ? fibers_[first + static_cast<unsigned>(lane)].slot : value;
     wait(Wait::kWarp);  // nobody overwrites a slot that is still to be read
     return other;
   }
+
+  int lane() const { return static_cast<int>(thread.x % kWarpLanes); }
 
   // Ends the launch; the thread that calls it never goes on.
   void fail(const std::string& what) {
@@ -237,7 +239,16 @@ void launch(const char*, void (*kernel)(Params...), int64_t blocks, int threads,
   if (blocks > 0) sim::machine().run(blocks, threads, [&] { kernel(args...); });
 }
 
-inline double shuffle_down(double value, int delta) { return sim::machine().shuffle_down(value, delta); }
+// A slot holds every value of 32 bits exactly.
+template <typename V>
+inline V shuffle_down(V value, int delta) {
+  return static_cast<V>(sim::machine().shuffle(static_cast<double>(value), sim::machine().lane() + delta));
+}
+
+template <typename V>
+inline V shuffle_xor(V value, int mask) {
+  return static_cast<V>(sim::machine().shuffle(static_cast<double>(value), sim::machine().lane() ^ mask));
+}
 
 inline void* global_pointer(int64_t address) { return reinterpret_cast<void*>(address); }
 

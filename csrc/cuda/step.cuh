@@ -34,6 +34,27 @@ __device__ __forceinline__ C any_denominator(C d, C bias2, const StepScalars<C>&
   return denominator<kPower>(d, bias2, s);
 }
 
+// D after a refresh, and by what it is to be corrected.
+template <typename C>
+struct Refreshed {
+  C d, bias2;
+};
+
+// `hz` is a product up to its scale, `sign` the bit of its z.
+template <typename C>
+__device__ __forceinline__ Refreshed<C> refresh(C d, C g, C hz, uint32_t sign, const StepScalars<C>& s,
+                                                const StepArgs& args, StepCount& count) {
+  const C h = times_sign(hz * s.product_scale, sign);
+  const bool unseen = is_unseen(hz, g, args.zero_is_seen), seen = is_finite(h) && !unseen;
+  count.trace += seen ? static_cast<double>(h) : 0.0;
+  count.negative += seen && h < 0 ? 1 : 0;
+  count.seen += seen ? 1 : 0;
+  // A sample that is not finite leaves D and its correction as they were.
+  const C sample = sampled(h, args.sample);
+  const bool known = is_finite(sample);
+  return {!known ? d : unseen ? d * s.kept : curvature(d, sample, s), known ? s.bias2 : s.bias2_kept};
+}
+
 // The square of m, or of |x| m for x as it is stored.
 template <typename T>
 __device__ __forceinline__ double add_momentum(double sum, Compute<T> m, T x, bool adaptive) {
@@ -109,16 +130,10 @@ __device__ __forceinline__ StepCount step_piece(const Piece& piece, const StepSc
           d[j] = in.d[j];
           if constexpr (kRefresh) {
             const C raw = widen(in.product[j]);
-            const C hz = probed ? raw - g : raw, h = times_sign(hz * s.product_scale, (signs >> j) & 1u);
-            const bool unseen = is_unseen(hz, g, args.zero_is_seen), seen = is_finite(h) && !unseen;
-            count.trace += seen ? static_cast<double>(h) : 0.0;
-            count.negative += seen && h < 0 ? 1 : 0;
-            count.seen += seen ? 1 : 0;
-            // A sample that is not finite leaves D and its correction as they were.
-            const C sample = sampled(h, args.sample);
-            const bool known = is_finite(sample);
-            d[j] = !known ? d[j] : unseen ? d[j] * s.kept : curvature(d[j], sample, s);
-            bias2 = known ? s.bias2 : s.bias2_kept;
+            const Refreshed<C> refreshed =
+                refresh(in.d[j], g, probed ? raw - g : raw, (signs >> j) & 1u, s, args, count);
+            d[j] = refreshed.d;
+            bias2 = refreshed.bias2;
           }
           m[j] = momentum(in.m[j], g, s);
           x[j] = descend(widen(in.x[j]), m[j], d[j], any_denominator<kPower>(d[j], bias2, s), s);
@@ -137,6 +152,22 @@ __device__ __forceinline__ StepCount step_piece(const Piece& piece, const StepSc
         }
       });
   return count;
+}
+
+// The signs of a refresh, in memory that the block shares. Ends in a barrier.
+__device__ __forceinline__ void draw_product_signs(uint32_t* words, const Piece& piece, const StepArgs& args) {
+  if (product_of(piece.row) == Product::kSigned) {  // has its signs already: every further one is +1
+    for (int i = static_cast<int>(threadIdx.x); i < kSignWords; i += kThreads) words[i] = 0;
+    __syncthreads();
+  } else {
+    draw_signs(words, {args.seed, static_cast<uint32_t>(piece.row.index), args.draw}, piece);
+  }
+}
+
+__device__ __forceinline__ void write_tally(const StepCount& count, Tally* partials) {
+  double sums[3] = {count.trace, static_cast<double>(count.negative), static_cast<double>(count.seen)};
+  block_sum(sums);
+  if (threadIdx.x == 0) partials[blockIdx.x] = {sums[0], sums[1], sums[2]};
 }
 
 __device__ __forceinline__ void write_squares(const StepCount& count, int64_t group, PartialSum* partials) {
@@ -163,40 +194,17 @@ __global__ void __launch_bounds__(kThreads, blocks_for(3 + 2 * kStateVectors<T>)
   __shared__ uint32_t words[kSignWords];
   const Piece piece = piece_of(table);
   const auto s = rounded<Compute<T>>(args.scalars[piece.row.cohort]);
-  const Product product = product_of(piece.row);
   StepCount count;
   if (s.skip != 0) {
     count = skip_piece<T, kInState>(piece, args);
-  } else if (product == Product::kNone) {
+  } else if (product_of(piece.row) == Product::kNone) {
     count = step_piece<T, kPower, false, kInState, 1>(piece, s, args, nullptr);
   } else {
-    if (product == Product::kSigned) {  // has its signs already: every further one is +1
-      for (int i = static_cast<int>(threadIdx.x); i < kSignWords; i += kThreads) words[i] = 0;
-      __syncthreads();
-    } else {
-      draw_signs(words, {args.seed, static_cast<uint32_t>(piece.row.index), args.draw}, piece);
-    }
+    draw_product_signs(words, piece, args);
     count = step_piece<T, kPower, true, kInState, 1>(piece, s, args, words);
   }
-  double sums[3] = {count.trace, static_cast<double>(count.negative), static_cast<double>(count.seen)};
-  block_sum(sums);
-  if (threadIdx.x == 0) partials[blockIdx.x] = {sums[0], sums[1], sums[2]};
+  write_tally(count, partials);
   if constexpr (kInState) write_squares(count, piece.row.group, partial_squares);
-}
-
-// One block for each row.
-static __global__ void __launch_bounds__(kThreads)
-    finish_tallies_kernel(const Span* spans, const Tally* partials, Tally* tallies) {
-  const Span span = spans[blockIdx.x];
-  double sums[3] = {0, 0, 0};
-  for (int i = static_cast<int>(threadIdx.x); i < span.count; i += kThreads) {
-    const Tally partial = partials[span.first + i];
-    sums[0] += partial.trace;
-    sums[1] += partial.negative;
-    sums[2] += partial.seen;
-  }
-  block_sum(sums);
-  if (threadIdx.x == 0) tallies[blockIdx.x] = {sums[0], sums[1], sums[2]};
 }
 
 }  // namespace sassha::cuda

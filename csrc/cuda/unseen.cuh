@@ -29,44 +29,41 @@ __device__ __forceinline__ void for_each_refreshed(const Piece& piece, const Wor
       work);
 }
 
+// What one thread counts.
+struct UnseenCount {
+  int elements = 0, known = 0;
+  double curvature = 0;
+
+  template <typename C>
+  __device__ __forceinline__ void add(C product, C g, C d) {
+    elements += is_unseen(product, g, false) ? 1 : 0;
+    known += is_unknown(d) ? 0 : 1;
+    curvature += static_cast<double>(d);  // -0 where it is not known
+  }
+};
+
+__device__ __forceinline__ void write_unseen(const UnseenCount& count, Unseen* partials) {
+  double sums[kUnseenWords] = {static_cast<double>(count.elements), static_cast<double>(count.known), count.curvature};
+  block_sum(sums);
+  if (threadIdx.x == 0) partials[blockIdx.x] = {sums[0], sums[1], sums[2]};
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kThreads, blocks_for(2 + kStateVectors<T>))
     unseen_sums_kernel(Table table, const Tally* tallies, Unseen* partials) {
-  using C = Compute<T>;
   const Piece piece = piece_of(table);
   if (!left_some_out(piece.row, tallies[table.chunks[blockIdx.x].row])) {
     if (threadIdx.x == 0) partials[blockIdx.x] = {0, 0, 0};
     return;
   }
-  int elements = 0, known = 0;
-  double curvature = 0;
+  UnseenCount count;
   for_each_refreshed<T>(piece, [&](auto width, int, const auto& in) {
 #pragma unroll
     for (int j = 0; j < decltype(width)::value; ++j) {
-      const C d = in.d[j];
-      elements += is_unseen<C>(widen(in.product[j]), widen(in.g[j]), false) ? 1 : 0;
-      known += is_unknown(d) ? 0 : 1;
-      curvature += static_cast<double>(d);  // -0 where it is not known
+      count.add<Compute<T>>(widen(in.product[j]), widen(in.g[j]), in.d[j]);
     }
   });
-  double sums[kUnseenWords] = {static_cast<double>(elements), static_cast<double>(known), curvature};
-  block_sum(sums);
-  if (threadIdx.x == 0) partials[blockIdx.x] = {sums[0], sums[1], sums[2]};
-}
-
-// One block for each row.
-static __global__ void __launch_bounds__(kThreads)
-    finish_unseen_kernel(const Span* spans, const Unseen* partials, Unseen* totals) {
-  const Span span = spans[blockIdx.x];
-  double sums[kUnseenWords] = {0, 0, 0};
-  for (int i = static_cast<int>(threadIdx.x); i < span.count; i += kThreads) {
-    const Unseen partial = partials[span.first + i];
-    sums[0] += partial.elements;
-    sums[1] += partial.known;
-    sums[2] += partial.curvature;
-  }
-  block_sum(sums);
-  if (threadIdx.x == 0) totals[blockIdx.x] = {sums[0], sums[1], sums[2]};
+  write_unseen(count, partials);
 }
 
 template <typename T>

@@ -19,7 +19,6 @@ class CudaPasses(CpuPasses):
     """Passes of the CUDA kernels. Nothing here waits for the device but :meth:`weight_square_sum`."""
 
     name = "cuda"
-    takes_compact = False
 
     def __init__(self, members: Members) -> None:
         """Writes the table and cuts its rows into chunks."""

@@ -23,6 +23,24 @@ def kernels():
     return found
 
 
+@pytest.fixture(scope="module")
+def compact_kernels():
+    found = prove_gpu.read_objects(OBJECTS, 80, prove_gpu.COMPACT_SOURCES)
+    assert len(found) == 70, sorted(found)
+    return found
+
+
+def test_kernels_over_fewer_bits_move_the_least_bytes_in_whole_vectors_beside_scales_without_spills(compact_kernels):
+    found = {label: wrong for label, kernel in compact_kernels.items() if (wrong := prove_gpu.shortcomings(kernel))}
+    assert found == {}
+
+
+def test_the_smallest_format_moves_9_11_and_14_bytes_a_parameter(compact_kernels):
+    least = {"compact_perturb": ("32+8", 9), "compact_step": ("8+8", 11), "compact_refresh_step": ("8+8", 14)}
+    for name, (variant, moved) in least.items():
+        assert prove_gpu.bytes_per_parameter(compact_kernels[name, "bfloat16", variant]) == moved
+
+
 def test_every_kernel_moves_the_least_bytes_in_whole_vectors_without_spills_and_has_enough_of_them_in_flight(kernels):
     assert {label: found for label, kernel in kernels.items() if (found := prove_gpu.shortcomings(kernel))} == {}
 

@@ -33,9 +33,7 @@ MUTANTS = (
     Mutant(
         "no barrier between warps and their sum", "cuda/multi_tensor.cuh", "  __syncthreads();\n  if (thr", "  if (thr"
     ),
-    Mutant(
-        "no barrier after signs are cleared", "cuda/step.cuh", "      __syncthreads();\n    } else {", "    } else {"
-    ),
+    Mutant("no barrier after signs are cleared", "cuda/step.cuh", "    __syncthreads();\n  } else {", "  } else {"),
     # ---- bounds
     Mutant("vectors one too far", "cuda/multi_tensor.cuh", "i < extent.whole;", "i <= extent.whole;"),
     Mutant("pairs one too far", "cuda/multi_tensor.cuh", "kStride < extent.whole;", "kStride <= extent.whole;"),
@@ -70,7 +68,7 @@ MUTANTS = (
     ),
     Mutant("sums over chunks one too far", "cuda/norm.cuh", "i < n; i += kThreads", "i <= n; i += kThreads"),
     Mutant("sums over chunks one too few", "cuda/norm.cuh", "i < n; i += kThreads", "i < n - 1; i += kThreads"),
-    Mutant("tallies without the last chunk", "cuda/step.cuh", "i < span.count;", "i < span.count - 1;"),
+    Mutant("tallies without the last chunk", "cuda/step.cu", "i < span.count;", "i < span.count - 1;"),
     # ---- chunks
     Mutant(
         "first chunk of a row is missing", "rows.h", "for (int64_t c = 0; c < count", "for (int64_t c = 1; c < count"
@@ -126,8 +124,8 @@ MUTANTS = (
     Mutant(
         "signed products are signed again",
         "cuda/step.cuh",
-        "product == Product::kSigned)",
-        "product == Product::kNone)",
+        "product_of(piece.row) == Product::kSigned)",
+        "product_of(piece.row) == Product::kNone)",
     ),
     Mutant("noise of the wrong elements", "cuda/multi_tensor.cuh", "16 * (place % 2)", "16 * (place / 4)"),
     Mutant("ascent and update share their noise", "cuda/step.cuh", "kUpdateNoise", "kAscentNoise"),
@@ -142,15 +140,15 @@ MUTANTS = (
     ),
     Mutant("correction of the newest refresh for all", "cuda/step.cuh", "known ? s.bias2 : s.bias2_kept", "s.bias2"),
     Mutant("products that were not seen count", "cuda/step.cuh", "count.seen += seen ? 1 : 0", "count.seen += 1"),
-    Mutant("zeros are curvatures", "cuda/step.cuh", "unseen ? d[j] * s.kept : ", ""),
-    Mutant("what was not seen falls behind", "cuda/step.cuh", "unseen ? d[j] * s.kept", "unseen ? d[j]"),
+    Mutant("zeros are curvatures", "cuda/step.cuh", "unseen ? d * s.kept : ", ""),
+    Mutant("what was not seen falls behind", "cuda/step.cuh", "unseen ? d * s.kept", "unseen ? d"),
     Mutant("a gradient of 0 is enough", "math.h", "product == C(0) && g == C(0) && !zero", "g == C(0) && !zero"),
     Mutant("a late first sample is one of many", "math.h", "is_unknown(d) ? s.first * sample : averaged", "averaged"),
     Mutant(
         "they reach the curvature",
         "cuda/step.cuh",
-        "d[j] = !known ? d[j] : unseen",
-        "d[j] = unseen",
+        "{!known ? d : unseen",
+        "{unseen",
     ),
     Mutant("zero products count as negative", "cuda/step.cuh", "seen && h < 0", "seen && h <= 0"),
     Mutant("weights without curvature move", "math.h", "return is_unknown(d) ? x : moved;", "return moved;"),
@@ -167,7 +165,7 @@ MUTANTS = (
         "backup of x + eps",
         "cuda/perturb.cuh",
         "store(backup + offset, in.x);",
-        "store(backup + offset, ascended<T, kAdaptive>(in, scale, stream, piece.begin + offset));",
+        "store(backup + offset, ascended<T>(in, scale, kAdaptive, stream, piece.begin + offset));",
     ),
     Mutant(
         "a skipped step is taken",
@@ -285,7 +283,7 @@ MUTANTS = (
     ),
     # ---- unseen
     Mutant("unseen sums of one dtype over another's", "cuda/unseen.cu", "partials + first", "partials"),
-    Mutant("unseen sums without the last chunk", "cuda/unseen.cuh", "i < span.count;", "i < span.count - 1;"),
+    Mutant("unseen sums without the last chunk", "cuda/unseen.cu", "i < span.count;", "i < span.count - 1;"),
     Mutant("unseen sums count unknown curvature", "cuda/unseen.cuh", "is_unknown(d) ? 0 : 1", "1"),
     Mutant(
         "unseen sums trust the product's address",
@@ -306,6 +304,91 @@ MUTANTS = (
         "math.h",
         "SASSHA_HD float mean_curvature",
         "SASSHA_HD double mean_curvature",
+    ),
+    # ---- fewer bits
+    Mutant(
+        "a group of half its lanes", "cuda/stored.cuh", "mask < kGroupSize / kWidth", "mask < kGroupSize / kWidth / 2"
+    ),
+    Mutant("no shuffle in a group", "cuda/stored.cuh", "shuffle_xor(largest, mask)", "largest"),
+    Mutant(
+        "a scale for every run",
+        "cuda/stored.cuh",
+        "scales_[offset / kGroupSize] = scale",
+        "scales_[offset / kRun] = scale",
+    ),
+    Mutant(
+        "m by the scale of its chunk", "cuda/stored.cuh", "scale = scales_[offset / kGroupSize]", "scale = scales_[0]"
+    ),
+    Mutant(
+        "D by the scale of its chunk",
+        "cuda/stored.cuh",
+        "scale = scales_[offset / kGroupSize]",
+        "scale = scales_[0]",
+        nth=2,
+    ),
+    Mutant("scales of every chunk from the first", "cuda/stored.cuh", "piece.begin / kGroup)", "0)"),
+    Mutant("lanes leave their group early", "cuda/stored.cuh", "i - lane < extent.size", "i < extent.size"),
+    Mutant(
+        "lanes beyond the end write", "cuda/stored.cuh", "there = i < extent.size", "there = i - lane < extent.size"
+    ),
+    Mutant("runs split a warp", "cuda/stored.cuh", "extent_of<kWarp * kRun>", "extent_of<kRun>"),
+    Mutant("state is rounded to nearest", "cuda/stored.cuh", "rounding.at_random ? word : ", ""),
+    Mutant("m and D share their noise", "cuda/stored.cuh", "kCurvatureNoise", "kMomentumNoise"),
+    Mutant(
+        "corrections are not kept",
+        "cuda/stored.cuh",
+        "if constexpr (S::kCorrected) cuda::store(rests_ + offset, run.rests);",
+        "",
+    ),
+    Mutant("codes of D have no sign", "cuda/compact.cuh", "levels = levels_of(row.format)", "levels = 255"),
+    Mutant(
+        "state has the noise of its first chunk",
+        "cuda/compact.cuh",
+        "element = piece.begin + offset",
+        "element = offset",
+    ),
+    Mutant(
+        "compact ascent trusts the correction's address",
+        "cuda/compact.cuh",
+        "row.grad, row.correction)",
+        "row.grad)",
+    ),
+    Mutant(
+        "compact momentum ascent trusts the correction's address",
+        "cuda/compact.cuh",
+        "row.exp_avg, S::kCorrected ? row.correction : 0)",
+        "row.exp_avg)",
+    ),
+    Mutant(
+        "compact update trusts the correction's address",
+        "cuda/compact.cuh",
+        "S::kCorrected ? row.correction : 0);",
+        "0);",
+        nth=2,
+    ),
+    Mutant("compact update trusts the product's address", "cuda/compact.cuh", "kRefresh ? row.product : 0", "0"),
+    Mutant(
+        "compact fill trusts the product's address",
+        "cuda/compact.cuh",
+        "piece.row.product, piece.row.hessian",
+        "piece.row.hessian",
+    ),
+    Mutant("compact ascent takes no backup", "cuda/compact.cuh", "store(backup + offset, in.x.params);", ""),
+    Mutant("compact ascent multiplies by no scale", "cuda/compact.cuh", "if (scale == 0) {", "if (false) {"),
+    Mutant("compact power one takes the root", "cuda/compact.cuh", "raised<Power::kOne>", "raised<Power::kHalf>"),
+    Mutant("a general power of the first element alone", "cuda/compact.cuh", "v[j] = v[j + 1]", "v[j] = v[j]"),
+    Mutant("a skipped compact step is taken", "cuda/compact.cuh", "s.skip != 0 ?", "false ?"),
+    Mutant("a skipped compact refresh is taken", "cuda/compact.cuh", "if (s.skip != 0) {", "if (false) {"),
+    Mutant("no squares of a skipped compact update", "cuda/compact.cuh", "args.in_state ? piece.size : 0", "0"),
+    Mutant("compact squares of one dtype over another's", "cuda/compact.cu", "squares + first", "squares"),
+    Mutant(
+        "compact tallies of one dtype over another's", "cuda/compact.cu", "partials + first, args", "partials, args"
+    ),
+    Mutant(
+        "compact x in state reaches the parameter",
+        "cuda/compact.cuh",
+        "args.in_state ? row.backup : row.param",
+        "row.param",
     ),
 )
 
@@ -340,13 +423,24 @@ def survives(folder: Path, patience: float | None = None) -> bool:
         "-x",
         "-q",
         "-k",
-        "(cuda_sim or test_cuda) and not sanitizers",
+        "(cuda_sim or test_cuda or test_compact_cuda) and not sanitizers",
         "-p",
         "no:cacheprovider",
     ]
     tests = [
         f"tests/kernels/test_{name}.py"
-        for name in ("cuda", "norm", "perturb", "step", "probe", "x_in_state", "gap", "unseen_passes")
+        for name in (
+            "cuda",
+            "norm",
+            "perturb",
+            "step",
+            "probe",
+            "x_in_state",
+            "gap",
+            "unseen_passes",
+            "compact_passes",
+            "compact_cuda",
+        )
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:

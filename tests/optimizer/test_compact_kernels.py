@@ -1,14 +1,14 @@
-"""What goes on around a step, with compact state in the Triton kernels: the same bits as the reference."""
+"""What goes on around a step, with compact state in the kernels of GPUs: the same bits as the reference."""
 
 import pytest
 import torch
+from sim import SimPasses
 from test_amp import overflowing, scaled_calls, scaled_closure
 from torch.amp import GradScaler
 from training import assert_same_bits, assert_same_state, closure_of, make_loss, make_net, snapshot, state_of
 
-from sassha_fast import MSASSHA, SASSHA
+from sassha_fast import MSASSHA, SASSHA, backends
 
-pytest.importorskip("triton")
 OPTIONS = {"lr": 0.05, "rho": 0.05, "lazy_hessian": 2, "weight_decay": 0.01, "full_precision_below": 0}
 SETTINGS = {
     "float32": (torch.float32, {"state_bits": 8}),
@@ -18,6 +18,17 @@ SETTINGS = {
 CLIPPED = {"max_grad_norm": 0.1, "clip_update": 0.7, "maximize": True}
 STEPS = 4
 BAD_CALL = 4  # of the loss: the pass at x + ε of the second step, which is an ordinary one
+
+
+@pytest.fixture(params=["cuda_sim", "triton"])
+def backend(request, monkeypatch):
+    """Backends of GPUs: the simulator of CUDA is one that an optimizer can be built with."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    else:
+        made = backends.Backend("cuda_sim", "the CUDA kernels on the CPU", lambda: SimPasses, lambda device: None)
+        monkeypatch.setitem(backends._REGISTRY, "cuda_sim", made)
+    return request.param
 
 
 def by_closure(opt, loss, scaler):
@@ -38,8 +49,8 @@ def trained(setting, backend, way=by_closure, kind=SASSHA, bad_call=None, **opti
     return snapshot(net), state_of(opt), opt
 
 
-def assert_equals_the_reference(setting, **options):
-    weights, state, opt = trained(setting, "triton", **options)
+def assert_equals_the_reference(backend, setting, **options):
+    weights, state, opt = trained(setting, backend, **options)
     wanted, wanted_state, other = trained(setting, "reference", **options)
     assert_same_bits(weights, wanted)
     assert_same_state(state, wanted_state)
@@ -50,38 +61,38 @@ def assert_equals_the_reference(setting, **options):
 
 
 @pytest.mark.parametrize(("setting", "kind"), [*((setting, SASSHA) for setting in SETTINGS), ("smallest", MSASSHA)])
-def test_capturable_clipped_and_maximized(setting, kind):
-    weights, _ = assert_equals_the_reference(setting, kind=kind, capturable=True, **CLIPPED)
+def test_capturable_clipped_and_maximized(backend, setting, kind):
+    weights, _ = assert_equals_the_reference(backend, setting, kind=kind, capturable=True, **CLIPPED)
     assert_same_bits(weights, trained(setting, "reference", kind=kind, **CLIPPED)[0])
 
 
 @pytest.mark.parametrize(("setting", "clip"), [("float32", False), ("smallest", True), ("exact", False)])
-def test_a_grad_scaler_whose_scale_overflows_once(setting, clip):
+def test_a_grad_scaler_whose_scale_overflows_once(backend, setting, clip):
     def way(*args):
         scaled_calls(*args, clip=clip)
 
-    _, opt = assert_equals_the_reference(setting, way=way, bad_call=BAD_CALL)
+    _, opt = assert_equals_the_reference(backend, setting, way=way, bad_call=BAD_CALL)
     assert opt.stats.skipped_steps == 1
 
 
-def test_a_grad_scaler_in_a_closure():
+def test_a_grad_scaler_in_a_closure(backend):
     options = {"way": scaled_closure, "hvp": "finite_difference", "bad_call": BAD_CALL + 1}  # after a probe
-    _, opt = assert_equals_the_reference("smallest", **options)
+    _, opt = assert_equals_the_reference(backend, "smallest", **options)
     assert opt.stats.skipped_steps == 1
 
 
 @pytest.mark.parametrize(("setting", "capturable"), [("float32", False), ("smallest", True), ("exact", False)])
-def test_a_gradient_that_is_not_finite_is_skipped(setting, capturable):
+def test_a_gradient_that_is_not_finite_is_skipped(backend, setting, capturable):
     options = {"skip_nonfinite": True, "capturable": capturable, "bad_call": BAD_CALL}
-    _, opt = assert_equals_the_reference(setting, **options)
+    _, opt = assert_equals_the_reference(backend, setting, **options)
     assert opt.stats.skipped_steps == 1
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_skipped_step_leaves_codes_scales_and_corrections_alone(setting):
+def test_a_skipped_step_leaves_codes_scales_and_corrections_alone(backend, setting):
     dtype, stored = SETTINGS[setting]
     net = make_net(dtype)
-    opt = SASSHA(net.parameters(), backend="triton", skip_nonfinite=True, **OPTIONS, **stored)
+    opt = SASSHA(net.parameters(), backend=backend, skip_nonfinite=True, **OPTIONS, **stored)
     loss = make_loss(net, dtype)
     opt.step(closure_of(opt, loss))
     before, state = snapshot(net), state_of(opt)
