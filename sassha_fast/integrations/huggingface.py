@@ -14,7 +14,7 @@ from transformers import Trainer
 from .._core.optimizer import FusedOptimizer
 from ..msassha import MSASSHA
 from .replay import Replay, TrueWeights, numbers
-from .shares import check_shares, check_use, first_rows, taken_share
+from .shares import check_shares, check_use, first_rows, least_rows, taken_share
 
 __all__ = ["SasshaMixin", "SasshaTrainer"]
 
@@ -80,14 +80,14 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
         def run(share: float) -> Any:
             if share == 1.0:
                 return whole(inputs, *args, **kwargs)
-            name = type(self).__name__
-            taken = taken_share(inputs, share, caller=name)
+            name, least = type(self).__name__, least_rows(model)
+            taken = taken_share(inputs, share, caller=name, least=least)
 
             def scaled(items: Any) -> Any:
                 """What a sum over tokens is divided by, those of all micro-batches: for as many rows as are taken."""
                 return None if items is None else items * taken
 
-            part = first_rows(inputs, share, caller=name)
+            part = first_rows(inputs, share, caller=name, least=least)
             return whole(part, *map(scaled, args), **{key: scaled(value) for key, value in kwargs.items()})
 
         replay.begin(run)

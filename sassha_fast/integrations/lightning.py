@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from .._core.optimizer import FusedOptimizer
 from ..msassha import MSASSHA
 from .replay import Replay, TrueWeights, numbers
-from .shares import check_shares, check_use, first_rows
+from .shares import check_shares, check_use, first_rows, least_rows
 
 __all__ = ["SasshaCallback"]
 
@@ -269,11 +269,11 @@ def _sharing(pl_module: LightningModule, share: float) -> Iterator[None]:
         yield
         return
     own = vars(pl_module).get("training_step")  # of a compiled module
-    whole = pl_module.training_step
+    whole, least = pl_module.training_step, least_rows(pl_module)
 
     @wraps(whole)
     def training_step(batch: Any, *rest: Any) -> Any:
-        return whole(first_rows(batch, share, caller="SasshaCallback"), *rest)
+        return whole(first_rows(batch, share, caller="SasshaCallback", least=least), *rest)
 
     pl_module.training_step = training_step
     try:

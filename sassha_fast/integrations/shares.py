@@ -7,15 +7,14 @@ from copy import copy
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._core.optimizer import FusedOptimizer
 from ..checks import as_number, shown
 from ..variant import Ascent
 
-__all__ = ["check_shares", "check_use", "first_rows", "taken_share"]
-
-LEAST = 2  # rows of a share, where there are so many: one alone has no variance, which BatchNorm divides by
+__all__ = ["check_shares", "check_use", "first_rows", "least_rows", "taken_share"]
 
 
 def check_shares(ascent_share: float | None, hessian_share: float | None, *, caller: str) -> None:
@@ -41,25 +40,29 @@ def check_use(opt: FusedOptimizer, ascent_share: float | None, hessian_share: fl
         )
 
 
-def first_rows(batch: Any, share: float, *, caller: str) -> Any:
+def least_rows(model: nn.Module) -> int:
+    """How many rows a pass needs: one alone has no variance, which BatchNorm divides by."""
+    return 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
+
+
+def first_rows(batch: Any, share: float, *, caller: str, least: int = 1) -> Any:
     """The first rows of a batch: of every tensor along its first dimension, in dicts, lists and tuples of any depth.
 
     Numbers, text and tensors without dimensions stay as they are; a list without tensors that has as many entries as
-    the batch has rows is cut too. At least two rows are left, where there are two: BatchNorm needs them. Nothing is
-    copied.
+    the batch has rows is cut too. ``least`` rows are left, where there are so many. Nothing is copied.
     """
     rows = _rows(batch, caller)
-    return _cut(batch, rows, _kept(rows, share), caller)
+    return _cut(batch, rows, _kept(rows, share, least), caller)
 
 
-def taken_share(batch: Any, share: float, *, caller: str) -> float:
+def taken_share(batch: Any, share: float, *, caller: str, least: int = 1) -> float:
     """Which share of the rows :func:`first_rows` takes, as rows are whole."""
     rows = _rows(batch, caller)
-    return _kept(rows, share) / rows
+    return _kept(rows, share, least) / rows
 
 
-def _kept(rows: int, share: float) -> int:
-    return max(min(rows, LEAST), round(rows * share))
+def _kept(rows: int, share: float, least: int) -> int:
+    return max(min(rows, least), round(rows * share))
 
 
 def _rows(batch: Any, caller: str) -> int:

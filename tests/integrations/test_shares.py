@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from sassha_fast.integrations.shares import first_rows, taken_share
+from sassha_fast.integrations.shares import first_rows, least_rows, taken_share
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -94,11 +94,15 @@ def test_tensors_whose_rows_can_not_be_taken_are_refused(make):
 
 
 @pytest.mark.parametrize(
-    ("n", "share", "kept"), [(8, 1 / 4, 2), (3, 1 / 4, 2), (2, 1 / 4, 2), (1, 1 / 4, 1), (10, 1 / 3, 3), (7, 1, 7)]
+    ("n", "share", "kept"), [(8, 1 / 4, 2), (3, 1 / 4, 1), (1, 1 / 4, 1), (10, 1 / 3, 3), (7, 1, 7)]
 )
-def test_at_least_two_rows_are_left_where_there_are_two(n, share, kept):
+def test_at_least_one_row_is_left_and_two_for_batchnorm_where_there_are_two(n, share, kept):
     assert len(first_rows(rows(n), share, caller="test")) == kept
     assert taken_share(rows(n), share, caller="test") == kept / n
+    two = least_rows(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
+    assert (two, least_rows(torch.nn.LayerNorm(3))) == (2, 1)
+    assert len(first_rows(rows(n), share, caller="test", least=two)) == max(kept, min(n, 2))
+    assert taken_share(rows(n), share, caller="test", least=two) == max(kept, min(n, 2)) / n
 
 
 def test_what_can_not_be_cut_is_named():

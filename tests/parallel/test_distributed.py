@@ -252,13 +252,13 @@ def test_bytes_sent_are_those_of_ddp_and_nothing_for_the_hessian_between_refresh
     """A bitmap and the gradients, once with local ascent and twice with global; products beside them on a refresh.
 
     Ordinary steps send gradients while the pass runs, and the bitmap, which then has a byte for every bucket, after it.
-    On a refresh it has one that says whether products of 0 are lost ones.
+    On a refresh it has two: whether products of 0 are lost ones, and whether they are of other batches.
     """
     local, synced = two["traffic"][0], two["traffic_sync"][0]
     bitmap, grads = local["n"], local["bytes"]
-    assert local["traffic"] == [[bitmap + 1, 2 * grads], [grads, bitmap + 1], [grads, bitmap + 1]]
+    assert local["traffic"] == [[bitmap + 2, 2 * grads], [grads, bitmap + 1], [grads, bitmap + 1]]
     assert synced["traffic"] == [
-        [bitmap, grads, bitmap + 1, 2 * grads],
+        [bitmap, grads, bitmap + 2, 2 * grads],
         [grads, bitmap + 1, grads, bitmap + 1],
         [grads, bitmap + 1, grads, bitmap + 1],
     ]
