@@ -50,7 +50,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from measure import Measured, Ratio
+from measure import Measured, Ratio, keep_freed_memory
 from settings import Settings
 
 REPORT: list[str] = []
@@ -63,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    keep_freed_memory()
     config.addinivalue_line("python_files", "bench_*.py")
     # The eager loop keeps torch's cycle between parameters and gradients; the benchmark ends before it matters.
     config.addinivalue_line("filterwarnings", "ignore:Using backward:UserWarning")

@@ -6,6 +6,7 @@ other differ by that; two that alternate see the same machine, so their ratio is
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +52,18 @@ class Fit:
     intercept: float
     slope: float
     r2: float
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep what is given back to it, as allocators of GPUs do.
+
+    Large tensors are mapped one by one otherwise, and who happens to free or touch them first would be charged for the
+    kernel's work on every page: more than the passes take themselves.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-4, 0)  # M_MMAP_MAX: map nothing
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: and give nothing back
 
 
 def seconds_of(run: Callable[[], object]) -> float:
