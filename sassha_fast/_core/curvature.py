@@ -214,13 +214,12 @@ class Refresh:
             none: Grads = [None] * len(params.all)
             products = list(none if curvature.products is None else curvature.products.values)
         mean = options.grad_reduce == "mean"
-        seen = None if curvature.seen is None else list(curvature.seen)
         coarse, seen = reducer.reduce(
             params.all,
             products,
             mean=mean,
             coarse=curvature.coarse,
-            seen=seen,
+            seen=curvature.seen,
             early=early,  # type: ignore[arg-type]
         )
         if products is None:

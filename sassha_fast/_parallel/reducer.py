@@ -126,9 +126,9 @@ class Reducer:
         *,
         mean: bool,
         coarse: bool = False,
-        seen: list[Tensor | None] | None = None,
+        seen: Sequence[Tensor | None] | None = None,
         early: EarlyReduction | None = None,
-    ) -> tuple[bool, list[Tensor | None] | None]:
+    ) -> tuple[bool, Sequence[Tensor | None] | None]:
         """Reduces gradients, and products on a refresh, of all parameters that have some in any process.
 
         Args:
