@@ -520,7 +520,8 @@ class Step:
         params, curvature = self.parts.params, self.curvature
         assert curvature is not None
         self._check_capture("step")
-        self.parts.check_groups()  # again: closures may write into them too
+        if self.driven:
+            self.parts.check_groups()  # again: closures may write into them too
         plan, grads = gathered or params.gather(self.parts.options, again=self.climbed)
         if plan is None:  # nothing to descend along
             if self.driven and not (self.parallel or self.is_shadow):

@@ -88,7 +88,8 @@ class Plan:
         self.spans = {g: slice(starts[g], starts[g + 1]) for g in range(n_groups) if starts[g] < starts[g + 1]}
         self.sharded = any(map(is_sharded, params))
         self.process_group = group_of(params, caller)  # that shares the shards, if there are any
-        self._places, self._forms = self._places_of(params), self._forms_of(params)
+        here = self._local(params)
+        self._places, self._forms = list(map(address, here)), self._forms_of(here)
         shards = list(map(shard_of, params)) if self.sharded else ()
         weights = [local(p.data) for p in params]
         members = Members(weights, positions, groups, n_groups, names, shards, caller)
@@ -129,30 +130,25 @@ class Plan:
         """Whether the parameters still are where and what they were. ``p.data = ...`` and ``model.to()`` change that.
 
         Args:
-            in_form: Whether to look at dtype and order of elements too, not only at address and size. Once a step is
+            in_form: Whether to look at size, dtype and order of elements too, not only at addresses. Once a step is
                 enough: between the calls of one, the same memory does not change its form.
         """
-        return self._places_of(self.params) == self._places and (
-            not in_form or self._forms_of(self.params) == self._forms
-        )
+        here = self._local(self.params)
+        return list(map(address, here)) == self._places and (not in_form or self._forms_of(here) == self._forms)
 
     def replaced(self) -> list[int]:
         """Positions of parameters that are not where they were, since ``p.data = ...``."""
-        columns = zip(*self._places, *self._places_of(self.params), strict=True)
+        here = self._local(self.params)
+        columns = zip(self._places, self._forms[0], map(address, here), map(numel, here), strict=True)
         return [i for i, (place, size, now, size_now) in enumerate(columns) if (place, size) != (now, size_now)]
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
         return list(map(local, tensors)) if self.sharded else tensors
 
-    def _places_of(self, tensors: list[Tensor]) -> tuple[list[int], list[int]]:
-        """Address and number of elements of each."""
-        here = self._local(tensors)
-        return list(map(address, here)), list(map(numel, here))
-
-    def _forms_of(self, tensors: list[Tensor]) -> tuple[list[torch.dtype], list[bool]]:
-        """What the kernels rely on beside the place of each."""
-        here = self._local(tensors)
-        return list(map(dtype, here)), list(map(is_contiguous, here))
+    @staticmethod
+    def _forms_of(here: list[Tensor]) -> tuple[list[int], list[torch.dtype], list[bool]]:
+        """What the kernels rely on beside the address of each."""
+        return list(map(numel, here)), list(map(dtype, here)), list(map(is_contiguous, here))
 
     def _split_tensors(self, tensors: list[Tensor], positions: list[int]) -> list[Tensor]:
         """The local parts of the tensors at ``positions``."""
