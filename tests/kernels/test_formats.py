@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from formats_triton import TritonFormats
 from formats_twin import Twin
 from tolerances import (
     AVERAGE_RTOL,
@@ -215,8 +216,8 @@ def test_a_group_of_m_without_values_is_0_and_one_that_is_not_finite_is_nan():
 # ---- D ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signed", [False, True])
-def test_every_code_of_d_under_every_scale_comes_back_whatever_the_noise(signed):
+def all_curvature_codes(signed):
+    """Groups of all codes under every scale, and the level of the scale; the largest code leads each."""
     levels = Format(signed=signed).levels
     tops = torch.arange(1, LARGEST_LEVEL + 1, dtype=torch.int32)
     codes = torch.arange(256, dtype=torch.int32)
@@ -226,10 +227,15 @@ def test_every_code_of_d_under_every_scale_comes_back_whatever_the_noise(signed)
     groups = torch.cat([torch.full((len(codes), 1), levels, dtype=torch.int32), codes], 1)
     scales = (tops << 4).to(torch.int16).view(torch.bfloat16).repeat_interleave(len(groups))
     every = groups.repeat(len(tops), 1).flatten().to(torch.uint8)
-    every = every.view(torch.int8) if signed else every
+    return every.view(torch.int8) if signed else every, scales, tops.repeat_interleave(groups.numel())
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_every_code_of_d_under_every_scale_comes_back_whatever_the_noise(signed):
+    levels = Format(signed=signed).levels
+    every, scales, top = all_curvature_codes(signed)
     values = curvature_of(every, scales, signed=signed)
-    wide, top = every.to(torch.int32) & 255, tops.repeat_interleave(groups.numel())
-    field = wide & levels
+    field = every.to(torch.int32) & 255 & levels
     assert reference.is_unknown(values).eq(field == UNKNOWN).all()
     assert (values == 0).eq(field < LEAST).all(), "known curvature became 0"
     assert ((values == 0) & ~reference.is_unknown(values)).eq(field == ZERO).all()
@@ -368,18 +374,24 @@ def test_small_and_flat_parameters_and_float64_are_not_compact(shape, dtype, exp
 # ---- twins --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory):
-    return Twin(tmp_path_factory.mktemp("twin"))
+@pytest.fixture(scope="module", params=["csrc", "triton"])
+def twin(request, tmp_path_factory):
+    """The functions of C++ and CUDA kernels, or of Triton's."""
+    return Twin(tmp_path_factory.mktemp("twin")) if request.param == "csrc" else TritonFormats()
+
+
+def octaves(first, *others):
+    """Random bits, every float32 of one exponent and a part of those of others."""
+    return [wild(PART), *octave(first), *(part for exponent in others for part in octave(exponent, parts=8))]
 
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("dtype", REDUCED, ids=str)
 def test_weights_in_the_kernels_functions_equal_these(twin, dtype, bits):
-    x = torch.cat([wild(PART), next(octave(120))])
-    for found, expected in zip(twin.encode_weight(x, dtype, bits), encode_weight(x, dtype, bits), strict=True):
+    for x in octaves(127, *EXPONENTS[dtype]):
         finite = torch.isfinite(x)
-        assert torch.equal(found[finite], expected[finite])
+        for found, expected in zip(twin.encode_weight(x, dtype, bits), encode_weight(x, dtype, bits), strict=True):
+            assert torch.equal(found[finite], expected[finite])
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     every = every[~every.isnan()]
     for r in range(-128, 128) if bits == 8 else (-32768, -1, 0, 1, 77, 32767):
@@ -388,28 +400,39 @@ def test_weights_in_the_kernels_functions_equal_these(twin, dtype, bits):
 
 
 def test_codes_of_m_in_the_kernels_functions_equal_these(twin):
-    values, noise = torch.cat([wild(PART), under(1.0, next(octave(126)))]), None
-    values = values[: len(values) // GROUP * GROUP]
-    for noise in (torch.full(values.shape, NEAREST, dtype=torch.int32), noise_of(len(values))):
-        codes, scales = encode_momentum(values, noise)
-        found, found_scales = twin.encode_momentum(values, noise)
-        whole = torch.isfinite(scales).repeat_interleave(GROUP)
-        assert torch.equal(scales.nan_to_num(-1.0), found_scales.nan_to_num(-1.0))
-        assert torch.equal(found[whole], codes[whole])
-        assert same(twin.momentum_of(codes, scales)[whole], momentum_of(codes, scales)[whole])
+    for x in octaves(126, 124, 100):
+        values = x if not torch.isfinite(x).all() else under(1.0, x)
+        for noise in (torch.full(values.shape, NEAREST, dtype=torch.int32), noise_of(len(values))):
+            codes, scales = encode_momentum(values, noise)
+            found, found_scales = twin.encode_momentum(values, noise)
+            whole = torch.isfinite(scales).repeat_interleave(GROUP)
+            assert torch.equal(scales.nan_to_num(-1.0), found_scales.nan_to_num(-1.0))
+            assert torch.equal(found[whole], codes[whole])
+            assert same(twin.momentum_of(codes, scales)[whole], momentum_of(codes, scales)[whole])
+
+
+def test_every_code_of_m_means_the_same_in_the_kernels_functions(twin):
+    codes, scales = all_momentum_codes(((torch.arange(1, 255, dtype=torch.int32) << 23) + 77).view(torch.float32))
+    assert same(twin.momentum_of(codes, scales), momentum_of(codes, scales))
 
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_codes_of_d_in_the_kernels_functions_equal_these(twin, signed):
-    values = torch.cat([wild(PART), under(1.0, next(octave(100)))])
-    values = values[: len(values) // GROUP * GROUP]
-    values = values if signed else torch.where(values == 0, values, values.abs())
-    for noise in (torch.full(values.shape, NEAREST, dtype=torch.int32), noise_of(len(values))):
-        codes, scales = encode_curvature(values, noise, signed=signed)
-        found, found_scales = twin.encode_curvature(values, noise, signed=signed)
-        assert torch.equal(found, codes)
-        assert same(found_scales, scales)
-        assert same(twin.curvature_of(codes, scales, signed=signed), curvature_of(codes, scales, signed=signed))
+    for x in octaves(100, 126, 1):
+        values = x if not torch.isfinite(x).all() else under(1.0, x)
+        values = values if signed else torch.where(values == 0, values, values.abs())
+        for noise in (torch.full(values.shape, NEAREST, dtype=torch.int32), noise_of(len(values))):
+            codes, scales = encode_curvature(values, noise, signed=signed)
+            found, found_scales = twin.encode_curvature(values, noise, signed=signed)
+            assert torch.equal(found, codes)
+            assert same(found_scales, scales)
+            assert same(twin.curvature_of(codes, scales, signed=signed), curvature_of(codes, scales, signed=signed))
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_every_code_of_d_means_the_same_in_the_kernels_functions(twin, signed):
+    codes, scales, _ = all_curvature_codes(signed)
+    assert same(twin.curvature_of(codes, scales, signed=signed), curvature_of(codes, scales, signed=signed))
 
 
 def test_16_bits_in_the_kernels_functions_equal_these(twin):

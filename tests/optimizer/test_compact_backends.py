@@ -9,8 +9,7 @@ from sassha_fast import SASSHA, backends
 
 NAMES = [name for name, kind in PASSES.items() if name == "foreach" or getattr(kind, "takes_compact", False)]
 OPTIONS = {"lr": 0.02, "rho": 0.1, "weight_decay": 0.01, "state_bits": 8, "master_weight_bits": 24}
-# Fifty steps in Triton's interpreter take minutes.
-STEPS = {"triton": (10, 2)}
+STEPS, REFRESHES = 50, 5
 
 
 def made(shape, dtype, place):
@@ -39,14 +38,14 @@ def made_all():
     ]  # fmt: skip
 
 
-def run(name, steps, lazy, monkeypatch):
+def run(name, monkeypatch):
     params, kind = made_all(), PASSES[name]
     found = backends.Backend(name, "under test", lambda: kind, lambda device: None)
     monkeypatch.setattr(backends, "_REGISTRY", {**backends._REGISTRY, name: found})
-    opt = SASSHA(params, **OPTIONS, full_precision_below=0, lazy_hessian=lazy, backend=name)
+    opt = SASSHA(params, **OPTIONS, full_precision_below=0, lazy_hessian=STEPS // REFRESHES, backend=name)
     weights = [torch.rand(p.shape) for p in params]
     pairs = list(zip(weights, params, strict=True))
-    losses = [three_calls(opt, lambda: sum((w * p.double().sin() ** 2).sum() for w, p in pairs)) for _ in range(steps)]
+    losses = [three_calls(opt, lambda: sum((w * p.double().sin() ** 2).sum() for w, p in pairs)) for _ in range(STEPS)]
     assert losses[-1] < losses[0]
     return params, state_of(opt), opt.stats.refreshes
 
@@ -54,9 +53,8 @@ def run(name, steps, lazy, monkeypatch):
 @pytest.mark.usefixtures("native_ops")
 @pytest.mark.parametrize("name", NAMES)
 def test_fifty_steps_on_odd_sizes_and_places_equal_the_reference(name, monkeypatch):
-    steps, refreshes = STEPS.get(name, (50, 5))
-    params, state, count = run(name, steps, steps // refreshes, monkeypatch)
-    expected, expected_state, _ = run("reference", steps, steps // refreshes, monkeypatch)
-    assert count == refreshes
+    params, state, count = run(name, monkeypatch)
+    expected, expected_state, _ = run("reference", monkeypatch)
+    assert count == REFRESHES
     assert_same_bits(params, expected)
     assert_same_state(state, expected_state)
