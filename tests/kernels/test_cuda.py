@@ -447,4 +447,4 @@ def test_scalars_that_are_tensors_reach_the_table():
 def test_sanitizers_find_nothing():
     done = subprocess.run([LIBRARY.with_name("cuda_sim_watched")], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "9 lists, 1042 launches\n"
+    assert done.stdout == "25 lists, 3666 launches\n"

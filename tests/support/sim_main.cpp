@@ -26,6 +26,22 @@ class Memory {
     return reinterpret_cast<int64_t>(data);
   }
 
+  // Codes or corrections of 8 bits.
+  int64_t codes(int64_t numel, int64_t skew) {
+    const size_t bytes = static_cast<size_t>(numel + skew);
+    blocks_.emplace_back(static_cast<char*>(std::malloc(bytes == 0 ? 1 : bytes)), &std::free);
+    char* data = blocks_.back().get() + skew;
+    for (int64_t i = 0; i < numel; ++i) data[i] = static_cast<char>(i % 251 - 125);
+    return reinterpret_cast<int64_t>(data);
+  }
+
+  // m or D in a format.
+  int64_t state(int64_t numel, int64_t dtype, int64_t format, int64_t skew) {
+    if (state_of(format) == State::k8) return codes(numel, skew);
+    if (state_of(format) == State::k16) return tensor(numel, kBFloat16, skew);
+    return tensor(numel, dtype == kFloat64 ? kFloat64 : kFloat32, skew);
+  }
+
  private:
   static void write(char* data, int64_t i, int64_t dtype) {
     const float value = 0.25f * static_cast<float>(i % 13 - 6);
@@ -40,16 +56,21 @@ class Memory {
 
 // With room for partial results of exactly the size that a pass asks for.
 struct Lists : DeviceRows {
-  Lists(const std::vector<int64_t>& sizes, const std::vector<int64_t>& dtypes, int64_t skew) {
+  Lists(const std::vector<int64_t>& sizes, const std::vector<int64_t>& dtypes, int64_t skew, int64_t stored = 0) {
     for (size_t i = 0; i < sizes.size(); ++i) {
       const int64_t n = sizes[i], dtype = dtypes[i % dtypes.size()];
-      const int64_t state = dtype == kFloat64 ? kFloat64 : kFloat32;
+      const int64_t groups = (n + kGroup - 1) / kGroup;
       Row row = {};
       row.param = memory.tensor(n, dtype, skew);
       row.grad = memory.tensor(n, dtype, i % 2 == 0 ? skew : 0);
       row.backup = memory.tensor(n, dtype, skew);
-      row.exp_avg = memory.tensor(n, state, skew);
-      row.hessian = memory.tensor(n, state, 0);
+      row.exp_avg = memory.state(n, dtype, stored, skew);
+      row.hessian = memory.state(n, dtype, stored, 0);
+      row.exp_avg_scale = memory.tensor(groups, kFloat32, 0);
+      row.hessian_scale = memory.tensor(groups, kBFloat16, skew);
+      // Two bytes of float16 are as good as int16 here.
+      row.correction = correction_of(stored) == Correction::k8 ? memory.codes(n, 0) : memory.tensor(n, kFloat16, 0);
+      row.format = stored;
       row.product = i % 4 == 3 ? 0 : memory.tensor(n, dtype, skew);
       row.first = memory.tensor(n, dtype, skew);
       row.numel = n;
@@ -135,7 +156,7 @@ void run(const Lists& rows) {
     for (const bool skip : {false, true}) {
       const std::vector<StepScalars<double>> scalars = {usual, skip ? skipped : usual};
       const int64_t* noise = skip ? nullptr : draw.get();
-      run_updates(rows, StepArgs{scalars.data(), 5, 6, noise, sample, skip, false, false, skip, nullptr}, shared);
+      run_updates(rows, StepArgs{scalars.data(), 5, 6, noise, sample, skip, false, false, skip, noise}, shared);
     }
     sample = static_cast<Sample>(sample + 1);
   }
@@ -154,6 +175,20 @@ int main() {
     }
   }
   run(Lists({5, 300, 8200, 0}, {kFloat32, kFloat64, kBFloat16, kFloat16}, 0));
-  std::printf("%d lists, %d launches\n", lists + 1, static_cast<int>(sim::machine().launches));
+  ++lists;
+  // Every kind of state and of correction, with codes of D that have a sign and those that have none.
+  // Two warps take runs of 1100 elements, and the rest is single ones.
+  const std::vector<int64_t> few = {0, 1, 1100, 45, 1100, 1100};
+  for (const int64_t skew : {0, 1}) {
+    for (const int64_t format : std::vector<int64_t>{1, 2, 2 | kFormatSigned}) {
+      sim::machine().order = lists++;
+      run(Lists(few, {kFloat32, kBFloat16}, skew, format));
+    }
+    for (const int64_t format : std::vector<int64_t>{4, 8, 4 | 1, 8 | 2, 4 | 2 | kFormatSigned}) {
+      sim::machine().order = lists++;
+      run(Lists(few, {kBFloat16, kFloat16}, skew, format));
+    }
+  }
+  std::printf("%d lists, %d launches\n", lists, static_cast<int>(sim::machine().launches));
   return 0;
 }
