@@ -78,48 +78,89 @@ int64_t stored_type(const Row& row, int64_t column) {
   }
 }
 
-// Writes the addresses of `tensors` into a column. Returns how many of them do not fit their row in dtype, shape or
-// order of elements (the caller then finds out which and says so), and how many gradients share memory.
-//
-// This runs over every gradient of every step, so it takes the list as it crosses the boundary and makes no
-// torch::stable::Tensor of its entries.
-std::tuple<int64_t, int64_t> table_bind(const Tensor& table, int64_t column, StableListHandle tensors, size_t size) {
-  check_tensor("sassha_table_bind", "table", table, ScalarType::Long, {static_cast<int64_t>(size), kRowWords}, nullptr);
-  STD_TORCH_CHECK(column >= 0 && column < kAddresses, "sassha_table_bind: column is ", column,
-                  ", expected one that holds addresses, below ", static_cast<int64_t>(kAddresses));
-  Row* rows = data<Row>(table);
-  std::vector<int64_t> storages(column == kGrad ? size : 0);
-  int64_t misfits = 0;
-  for (size_t i = 0; i < size; ++i) {
+// Whether a column of a row can hold a tensor: its dtype, number of elements and their order.
+bool fits(const Row& row, int64_t column, const TensorView& t) {
+  const bool by_group = column == kExpAvgScale || column == kHessianScale;
+  const int64_t numel = by_group ? (row.numel + kGroup - 1) / kGroup : row.numel;
+  return t.dtype() == stored_type(row, column) && t.numel() == numel && t.layout() == (by_group ? 0 : row.layout);
+}
+
+// A list of tensors as it crosses the boundary, beside the rows of a table. Operators on it run over every parameter
+// and gradient of every step, so none makes a torch::stable::Tensor of the entries.
+struct Column {
+  Column(const char* op, StableIValue* stack)
+      : table(torch::stable::detail::to<Tensor>(stack[0])),
+        column(torch::stable::detail::to<int64_t>(stack[1])),
+        tensors(torch::stable::detail::to<StableListHandle>(stack[2])),
+        size(tensors.size()) {
+    check_tensor(op, "table", table, ScalarType::Long, {static_cast<int64_t>(size), kRowWords}, nullptr);
+    STD_TORCH_CHECK(column >= 0 && column < kAddresses, op, ": column is ", column,
+                    ", expected one that holds addresses, below ", static_cast<int64_t>(kAddresses));
+    rows = data<Row>(table);
+  }
+
+  TensorView operator[](size_t i) const {
     StableIValue item;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(tensors, i, &item));
-    const TensorView t(torch::stable::detail::to<AtenTensorHandle>(item));
-    Row& row = rows[i];
-    if (column == kParam) {
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(tensors.list, i, &item));
+    return TensorView(torch::stable::detail::to<AtenTensorHandle>(item));
+  }
+
+  int64_t& address(size_t i) const { return reinterpret_cast<int64_t*>(&rows[i])[column]; }
+
+  const Tensor table;
+  const int64_t column;
+  const ListOwner tensors;
+  const size_t size;
+  Row* rows;
+};
+
+// Writes the addresses of tensors into a column. Returns how many of them do not fit their row (the caller then finds
+// out which and says so), and how many gradients share memory.
+void boxed_table_bind(StableIValue* stack, uint64_t, uint64_t) {
+  const Column in("sassha_table_bind", stack);
+  std::vector<int64_t> storages(in.column == kGrad ? in.size : 0);
+  int64_t misfits = 0;
+  for (size_t i = 0; i < in.size; ++i) {
+    const TensorView t = in[i];
+    Row& row = in.rows[i];
+    if (in.column == kParam) {
       row.dtype = t.dtype();
       row.numel = t.numel();
       row.layout = t.layout();
     }
-    const bool by_group = column == kExpAvgScale || column == kHessianScale;
-    const int64_t numel = by_group ? (row.numel + kGroup - 1) / kGroup : row.numel;
-    if (t.dtype() != stored_type(row, column) || t.numel() != numel || t.layout() != (by_group ? 0 : row.layout)) {
+    if (!fits(row, in.column, t)) {
       ++misfits;
       continue;
     }
-    reinterpret_cast<int64_t*>(&row)[column] = t.address();
+    in.address(i) = t.address();
     if (!storages.empty()) storages[i] = t.storage_size();
   }
-  return {misfits, misfits == 0 ? mark_owned(rows, storages) : 0};
+  stack[0] = torch::stable::detail::from(misfits);
+  stack[1] = torch::stable::detail::from(misfits == 0 ? mark_owned(in.rows, storages) : int64_t{0});
 }
 
-void boxed_table_bind(StableIValue* stack, uint64_t, uint64_t) {
-  namespace detail = torch::stable::detail;
-  const Tensor table = detail::to<Tensor>(stack[0]);
-  const int64_t column = detail::to<int64_t>(stack[1]);
-  const ListOwner tensors(detail::to<StableListHandle>(stack[2]));
-  const auto [misfits, shared] = table_bind(table, column, tensors.list, tensors.size());
-  stack[0] = detail::from(misfits);
-  stack[1] = detail::from(shared);
+// Whether a column holds these very tensors, in the form in which they were bound.
+void boxed_table_holds(StableIValue* stack, uint64_t, uint64_t) {
+  const Column in("sassha_table_holds", stack);
+  bool all = true;
+  for (size_t i = 0; all && i < in.size; ++i) {
+    const TensorView t = in[i];
+    all = t.address() == in.address(i) && fits(in.rows[i], in.column, t);
+  }
+  stack[0] = torch::stable::detail::from(all);
+}
+
+// What the dispatcher calls where a tensor has torch's negative bit: its memory holds the opposite of its values, so it
+// fits no row. Without these it would hand over copies, which are gone when the call returns.
+void boxed_table_bind_negative(StableIValue* stack, uint64_t, uint64_t) {
+  const Column in("sassha_table_bind", stack);
+  stack[0] = torch::stable::detail::from(static_cast<int64_t>(in.size));
+  stack[1] = torch::stable::detail::from(int64_t{0});
+}
+
+void boxed_table_holds_negative(StableIValue* stack, uint64_t, uint64_t) {
+  const Column in("sassha_table_holds", stack);
+  stack[0] = torch::stable::detail::from(false);
 }
 
 // The chunks of a table as one int32 tensor (see struct Chunk), and the number of chunks of each dtype with the format.
@@ -138,9 +179,22 @@ std::tuple<Tensor, Tensor> op_table_chunks(Tensor table) {
 }  // namespace
 }  // namespace sassha
 
+namespace {
+
+void register_bind(torch::stable::detail::StableLibrary& m) {
+  m.impl("table_bind", &sassha::boxed_table_bind);
+  m.impl("table_holds", &sassha::boxed_table_holds);
+}
+
+}  // namespace
+
 // The table lies in host memory and the tensors anywhere.
-SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, CPU, m) { m.impl("table_bind", &sassha::boxed_table_bind); }
-SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, CUDA, m) { m.impl("table_bind", &sassha::boxed_table_bind); }
+SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, CPU, m) { register_bind(m); }
+SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, CUDA, m) { register_bind(m); }
+SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, Negative, m) {
+  m.impl("table_bind", &sassha::boxed_table_bind_negative);
+  m.impl("table_holds", &sassha::boxed_table_holds_negative);
+}
 SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("table_chunks", TORCH_BOX(&sassha::op_table_chunks));
 }

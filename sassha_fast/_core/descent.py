@@ -355,8 +355,9 @@ class Delegated(Descent):
         if skip:
             stats.skipped_steps += 1
         else:
+            grads = step.parts.params.resolve_grads(plan)  # torch's multi-tensor operators can't write to others
             if isinstance(grad_scale, Tensor) or grad_scale != 1.0:
-                torch._foreach_mul_([p.grad for p in plan.params if p.grad is not None], grad_scale)
+                torch._foreach_mul_(grads, grad_scale)
             assert self.base is not None
             self.base.step()
         step.write_schedules()

@@ -95,12 +95,17 @@ class Parameters:
                 return None, []
         plan = self.plan(key, options, again=again)
         grads: list[Tensor] = found if key is None else list(compress(found, key))  # type: ignore[assignment,arg-type]
-        if any(map(is_neg, grads)):  # as of an imaginary part that somebody has set by hand
-            grads = list(map(resolved, grads))
-            for p, g in zip(plan.params, grads, strict=True):
-                p.grad = g
-            del g  # which would pass for somebody's that reads it
+        if not plan.sees_negatives and any(map(is_neg, grads)):
+            grads = self.resolve_grads(plan)
         return plan, grads
+
+    @staticmethod
+    def resolve_grads(plan: Plan) -> list[Tensor]:
+        """Gives parameters gradients without torch's negative bit, which is that of an imaginary part, say."""
+        for p in plan.params:
+            if p.grad is not None and p.grad.is_neg():
+                p.grad = resolved(p.grad)
+        return [p.grad for p in plan.params if p.grad is not None]
 
     def have_grads(self) -> bool:
         """Whether any parameter has a gradient."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from . import layout
 from .reference import Members
 from .table import TablePasses
 
@@ -22,22 +23,32 @@ class CpuPasses(TablePasses):
 
     def __init__(self, members: Members) -> None:
         """Writes the table."""
-        self._operators: dict[str, Callable[..., None]] = {}
+        self._operators: dict[str, Callable[..., Any]] = {}
         super().__init__(members)
 
     @override
     def bind(self, column: int, tensors: Sequence[Tensor]) -> tuple[int, int]:
         try:
-            found: tuple[int, int] = self.ops.table_bind(self.table, column, tensors)
+            found: tuple[int, int] = self.operator("bind")(self.table, column, tensors)
         except NotImplementedError:  # a tensor of a kind that the dispatcher has no kernel for, such as sparse
             return len(tensors), 0
+        return found
+
+    @override
+    def holds(self, weights: list[Tensor], *, in_form: bool) -> bool:
+        if not in_form:
+            return super().holds(weights, in_form=False)
+        try:
+            found: bool = self.operator("holds")(self.table, layout.PARAM, weights)
+        except NotImplementedError:  # as above: of a device that has no kernels
+            return False
         return found
 
     @override
     def launch(self, op: str, *args: Any) -> None:
         self.operator(op)(self.table, *args)
 
-    def operator(self, op: str) -> Callable[..., None]:
+    def operator(self, op: str) -> Callable[..., Any]:
         """The operator of a pass, looked up once: each look-up and its choice of an overload take a microsecond."""
         found = self._operators.get(op)
         if found is None:

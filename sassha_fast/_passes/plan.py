@@ -22,7 +22,7 @@ from .. import reference
 from ..checks import refuse_cast
 from ..formats import Format, mantissa_of
 from ..variant import Variant
-from .accessors import address, dtype, is_contiguous, numel, ranged, stream_of, used_here
+from .accessors import address, numel, ranged, stream_of, used_here
 from .layout import DeviceScalars, Scalars
 from .reference import Members, Passes, Products, Stepped
 from .shards import group_of, is_sharded, local, shard_of
@@ -61,6 +61,7 @@ class Plan:
         formats: How each parameter and its state are stored.
         has_corrections: Whether any parameter has a correction beside it.
         rounds_state: Whether any state is rounded at random.
+        sees_negatives: Whether all passes take gradients with torch's negative bit for their values.
     """
 
     def __init__(
@@ -88,8 +89,6 @@ class Plan:
         self.spans = {g: slice(starts[g], starts[g + 1]) for g in range(n_groups) if starts[g] < starts[g + 1]}
         self.sharded = any(map(is_sharded, params))
         self.process_group = group_of(params, caller)  # that shares the shards, if there are any
-        here = self._local(params)
-        self._places, self._forms = list(map(address, here)), self._forms_of(here)
         shards = list(map(shard_of, params)) if self.sharded else ()
         weights = [local(p.data) for p in params]
         members = Members(weights, positions, groups, n_groups, names, shards, caller)
@@ -111,6 +110,7 @@ class Plan:
         self.draws = [torch.zeros(1, dtype=torch.int64, device=device) for device, _, _, _, _ in kinds]
         self.has_corrections = any(stored.correction_bits > 0 for stored in formats)
         self.rounds_state = any(stored.state_bits < 32 for stored in formats)
+        self.sees_negatives = all(passes.sees_negatives for passes, _ in self.parts)
         self.numels = [p.numel() for p in params]
         self.signs_in_registers = [False] * len(params)
         for part, places in self.parts:
@@ -134,21 +134,16 @@ class Plan:
                 enough: between the calls of one, the same memory does not change its form.
         """
         here = self._local(self.params)
-        return list(map(address, here)) == self._places and (not in_form or self._forms_of(here) == self._forms)
+        return all(passes.holds(self._split(here, positions), in_form=in_form) for passes, positions in self.parts)
 
     def replaced(self) -> list[int]:
         """Positions of parameters that are not where they were, since ``p.data = ...``."""
         here = self._local(self.params)
-        columns = zip(self._places, self._forms[0], map(address, here), map(numel, here), strict=True)
-        return [i for i, (place, size, now, size_now) in enumerate(columns) if (place, size) != (now, size_now)]
+        pairs = [pair for passes, at in self.parts for pair in zip(at, passes.members.weights, strict=True)]
+        return sorted(i for i, was in pairs if (address(was), numel(was)) != (address(here[i]), numel(here[i])))
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
         return list(map(local, tensors)) if self.sharded else tensors
-
-    @staticmethod
-    def _forms_of(here: list[Tensor]) -> tuple[list[int], list[torch.dtype], list[bool]]:
-        """What the kernels rely on beside the address of each."""
-        return list(map(numel, here)), list(map(dtype, here)), list(map(is_contiguous, here))
 
     def _split_tensors(self, tensors: list[Tensor], positions: list[int]) -> list[Tensor]:
         """The local parts of the tensors at ``positions``."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import formats, reference
 from ..formats import FULL, Format
 from ..variant import Sample
+from .accessors import address, dtype, is_contiguous, numel
 from .layout import (
     JOURNAL_WORDS,
     PROBE_GRADIENT,
@@ -144,6 +145,11 @@ def _plain(value: object) -> object:
     return tuple(value) if isinstance(value, torch.Size) else value
 
 
+def forms_of(weights: list[Tensor]) -> tuple[list[int], list[torch.dtype], list[bool]]:
+    """What kernels rely on beside the address of each."""
+    return list(map(numel, weights)), list(map(dtype, weights)), list(map(is_contiguous, weights))
+
+
 class Passes:
     """Norm, ascent, restore, probes and update over one list of parameters.
 
@@ -152,6 +158,7 @@ class Passes:
     """
 
     name = "reference"
+    sees_negatives = False  # whether gradients may have torch's negative bit
 
     @classmethod
     def takes(cls, weight: Tensor, stored: Format = FULL) -> bool:
@@ -162,6 +169,7 @@ class Passes:
     def __init__(self, members: Members) -> None:
         """Binds the passes to ``members``."""
         self.members = members
+        self._places, self._forms = list(map(address, members.weights)), forms_of(members.weights)
         self.grads: list[Tensor] = []
         self.backups: list[Tensor] = []
         self.exp_avgs: list[Tensor] = []
@@ -211,6 +219,15 @@ class Passes:
     def bind_firsts(self, firsts: list[Tensor]) -> None:
         """Sets the gradients of the first pass, for :meth:`gap_sums` and :meth:`decompose`."""
         self.firsts = firsts
+
+    def holds(self, weights: list[Tensor], *, in_form: bool) -> bool:
+        """Whether members are where and what they were when the passes were bound to them.
+
+        Args:
+            weights: The members as they are now.
+            in_form: Whether to look at size, dtype and order of elements too.
+        """
+        return list(map(address, weights)) == self._places and (not in_form or forms_of(weights) == self._forms)
 
     def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
         """Checks and sets the gradients that the coming pass reads; ``overwrite`` says that it may be an ascent."""

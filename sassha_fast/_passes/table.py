@@ -19,7 +19,7 @@ from typing_extensions import override
 from ..formats import FULL, Format
 from ..variant import Sample
 from . import layout
-from .accessors import address, dtype, is_contiguous, numel
+from .accessors import is_contiguous
 from .layout import DeviceScalars, Scalars
 from .reference import Members, Passes, Products, Stepped, check_grads
 
@@ -29,6 +29,11 @@ def integers(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
+def _has_order_of(tensor: Tensor, weight: Tensor) -> bool:
+    """Whether the memory of a tensor holds its values in the order of a weight's."""
+    return tensor.stride() == weight.stride() and not tensor.is_neg()
+
+
 class TablePasses(Passes, ABC):
     """Passes of kernels that take a table, in host memory, with a row for each member.
 
@@ -36,6 +41,7 @@ class TablePasses(Passes, ABC):
     """
 
     takes_compact = False  # whether there are kernels for all formats
+    sees_negatives = True  # by binding, which finds that they do not fit, and costs nothing more
 
     @override
     @classmethod
@@ -63,9 +69,7 @@ class TablePasses(Passes, ABC):
         self.numbered = [w.is_contiguous() and members.shard(i) is None for i, w in enumerate(self.weights)]
         self._cohorts: Sequence[int] | None = None
         self._keep: list[Tensor] = []  # whatever the table points to that nobody else holds
-        self._is_bound = False  # whether anything is known about the memory of gradients
-        self._sizes, self._dtypes = list(map(numel, self.weights)), list(map(dtype, self.weights))
-        self._shared = 0  # gradients that share memory with others
+        self._shared: int | None = None  # gradients that share memory with others, None if nobody has looked
         self._backs_up_in_grads = False  # whether the table says that x is kept in the memory of the bound gradients
         self._spare: list[Tensor] = []  # memory for x where gradients need theirs, from the first such ascent on
         self._refitted: list[tuple[Tensor, Tensor]] = []  # gradients in another layout, and their copies
@@ -102,14 +106,7 @@ class TablePasses(Passes, ABC):
     @override
     def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
         self._backs_up_in_grads = False
-        if self._is_bound and not overwrite and self.all_row_major and self._fit(grads):
-            # Nothing to find out about the gradients but where they are, which is cheaper than handing them over.
-            addresses = array("q", map(address, grads))
-            self.columns[layout.GRAD].copy_(torch.frombuffer(addresses, dtype=torch.int64))
-            self.grads, self._refitted = grads, []
-            return
         self.grads, self._shared = self._bind_gradients(layout.GRAD, grads)
-        self._is_bound = True
         if overwrite and self._shared == 0 and self.xs is None:
             # Where x will most likely be kept. The norm then takes the table of the ascent.
             self.columns[layout.BACKUP].copy_(self.columns[layout.GRAD])
@@ -118,22 +115,17 @@ class TablePasses(Passes, ABC):
         if self.grads is not grads:
             self._refitted = [(g, copy) for g, copy in zip(grads, self.grads, strict=True) if copy is not g]
 
-    def _fit(self, grads: list[Tensor]) -> bool:
-        """Whether gradients are what parameters in row-major order have: ``p.grad.data = ...`` may change that."""
-        return (
-            all(map(is_contiguous, grads))
-            and list(map(numel, grads)) == self._sizes
-            and list(map(dtype, grads)) == self._dtypes
-        )
-
     def _bind_gradients(self, column: int, grads: list[Tensor]) -> tuple[list[Tensor], int]:
-        """Writes gradients into a column; those in another layout than their parameter's are copied into it."""
+        """Writes gradients into a column; those in another layout than their parameter's are copied into it.
+
+        So are those with torch's negative bit, whose memory holds the opposite of their values.
+        """
         misfits, shared = self.bind(column, grads)
         if not misfits:
             return grads, shared
         check_grads(self.members, grads)
         pairs = zip(grads, self.weights, strict=True)
-        fitted = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
+        fitted = [g if _has_order_of(g, w) else torch.empty_like(w).copy_(g) for g, w in pairs]
         _, shared = self.bind(column, fitted)
         return fitted, shared
 
@@ -148,7 +140,7 @@ class TablePasses(Passes, ABC):
                 return
         self._keep, addresses = [], []
         for value, weight in zip(products.values, self.weights, strict=True):
-            if value is not None and (value.stride() != weight.stride() or value.dtype != weight.dtype):
+            if value is not None and not (_has_order_of(value, weight) and value.dtype == weight.dtype):
                 value = torch.empty_like(weight).copy_(value)
             addresses.append(0 if value is None else value.data_ptr())
             self._keep.append(value)  # type: ignore[arg-type]

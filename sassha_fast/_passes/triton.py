@@ -14,6 +14,7 @@ from typing_extensions import override
 from .. import formats
 from ..triton_kernels import access, gap, math, norm, perturb, probe, step, unseen
 from . import layout
+from .accessors import address, dtype, is_contiguous, is_neg, numel
 from .layout import DeviceScalars, Scalars
 from .reference import Members
 from .table import TablePasses, integers
@@ -41,6 +42,7 @@ class TritonPasses(TablePasses):
                     "one set of passes takes the parameters of one device"
                 )
         self.launcher = Launcher.on(device)
+        self._sizes, self._dtypes = list(map(numel, members.weights)), list(map(dtype, members.weights))
         super().__init__(members)
         kinds, numels = self.columns[layout.DTYPE].tolist(), self.columns[layout.NUMEL].tolist()
         self.mirrors, self.uploader = Mirrors(device), Uploader(device)
@@ -100,6 +102,25 @@ class TritonPasses(TablePasses):
         self.columns[column].copy_(torch.frombuffer(addresses, dtype=torch.int64))
         return 0, self._mark_owned(tensors) if column == layout.GRAD else 0
 
+    @override
+    def bind_grads(self, grads: list[Tensor], *, overwrite: bool = False) -> None:
+        if overwrite or self._shared is None or not self.all_row_major or not self._fit(grads):
+            super().bind_grads(grads, overwrite=overwrite)
+            return
+        # Nothing to find out about the gradients but where they are, which is cheaper than looking at each.
+        addresses = array("q", map(address, grads))
+        self.columns[layout.GRAD].copy_(torch.frombuffer(addresses, dtype=torch.int64))
+        self.grads, self._refitted, self._backs_up_in_grads = grads, [], False
+
+    def _fit(self, grads: list[Tensor]) -> bool:
+        """Whether gradients are what parameters in row-major order have."""
+        return (
+            all(map(is_contiguous, grads))
+            and list(map(numel, grads)) == self._sizes
+            and list(map(dtype, grads)) == self._dtypes
+            and not any(map(is_neg, grads))
+        )
+
     def _fits_row(self, column: int, tensor: Tensor, weight: Tensor) -> bool:
         """Whether a tensor is what a column of the row of ``weight`` holds."""
         stored, scales = (
@@ -114,7 +135,7 @@ class TritonPasses(TablePasses):
             expected = stored.dtypes(weight.dtype)[column == layout.HESSIAN]
         elif column == layout.CORRECTION:
             expected = stored.correction_dtype
-        return tensor.dtype == expected and _same_order(tensor, weight)
+        return tensor.dtype == expected and _same_order(tensor, weight) and not tensor.is_neg()
 
     def _mark_owned(self, grads: Sequence[Tensor]) -> int:
         """Marks the rows whose gradient is alone in its storage, and returns how many are not."""

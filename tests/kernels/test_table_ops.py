@@ -275,6 +275,40 @@ def test_columns_without_addresses_are_not_bound(library):
             LIBRARIES[library].table_chunks(wrong)
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_column_holds_the_tensors_that_were_bound_as_long_as_they_are_the_same(library):
+    bind, holds = LIBRARIES[library].table_bind, LIBRARIES[library].table_holds
+    table = torch.zeros(2, tables.ROW_WORDS, dtype=torch.int64)
+    here = [torch.rand(6, 4), torch.rand(3)]
+    bind(table, tables.PARAM, here)
+    assert holds(table, tables.PARAM, here)
+    assert holds(table, tables.PARAM, [here[0].detach(), here[1].detach()])  # the same memory
+    changed = {
+        "address": torch.rand(6, 4),
+        "size": here[0][:3],
+        "order": here[0].view(4, 6).t(),
+        "dtype": here[0].view(torch.int32),
+        "sign": torch._neg_view(here[0]),
+    }
+    for what, tensor in changed.items():
+        assert not holds(table, tables.PARAM, [tensor, here[1]]), what
+    with pytest.raises(RuntimeError, match=r"sassha_table_holds: table is .*, expected .* of shape \(1, 18\)"):
+        holds(table, tables.PARAM, here[:1])
+    with pytest.raises(RuntimeError, match=f"sassha_table_holds: column is {tables.NUMEL}, expected one that holds"):
+        holds(table, tables.NUMEL, here)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_tensor_with_the_negative_bit_fits_no_row(library):
+    table = torch.zeros(2, tables.ROW_WORDS, dtype=torch.int64)
+    weights = [torch.rand(5), torch.rand(3)]
+    LIBRARIES[library].table_bind(table, tables.PARAM, weights)
+    grads = [torch.rand(5), torch._neg_view(torch.rand(3))]
+    misfits, shared = LIBRARIES[library].table_bind(table, tables.GRAD, grads)
+    assert (misfits > 0, shared) == (True, 0)
+    assert not table[:, tables.GRAD].any()  # and no address of a copy that is gone by now
+
+
 # ---- outputs ------------------------------------------------------------------------------------------------------
 
 
