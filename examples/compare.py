@@ -5,9 +5,9 @@
 
 Every optimizer is trained at three learning rates and then, at the best of them, with another radius ρ if it has one,
 all from one seed. What is best on validation data is trained from three other seeds, and reported on test data that had
-no part in the choice. Tasks are those of ``examples/lib/tasks.py``. Every finished run is a line of
-``docs/results/<task>.jsonl`` and is not repeated; started again, the comparison goes on where it stopped. It writes
-tables and plot of docs/<task>.md.
+no part in the choice. SASSHA is trained once more as ``suggest`` has it, asked with AdamW's best learning rate. Tasks
+are those of ``examples/lib/tasks.py``. Every finished run is a line of ``docs/results/<task>.jsonl`` and is not
+repeated; started again, the comparison goes on where it stopped. It writes tables and plot of docs/<task>.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from examples.lib import tasks
 from examples.lib.curves import draw_comparison
 from examples.lib.optimizers import TITLES
-from examples.lib.trials import Cell, Task, run
+from examples.lib.trials import QUARTER, SUGGESTED, Cell, Task, run, suggested
 
 ROOT = Path(__file__).resolve().parents[1]
 GRID_SEED = 100
@@ -105,6 +105,24 @@ def chosen(task: Task, results: Results) -> dict[str, Cell]:
     return {m: max(cells, key=lambda cell: score(task, results.rows[cell])) for m, cells in complete.items()}
 
 
+def question(task: Task, best: dict[str, Cell], noise: float) -> Cell | None:
+    """What a suggestion is asked with: AdamW's best learning rate, and labels as they are."""
+    if not {"adamw", "sassha"} <= set(best):
+        return None
+    return Cell(task.name, noise, "suggestion", best["adamw"].lr, 0.0, GRID_SEED, 0)
+
+
+def settings(task: Task, results: Results, noise: float) -> dict[str, Cell]:
+    """By method, a cell with the learning rate and radius that it is compared with."""
+    best, found = chosen(task, results), {}
+    asked = question(task, best, noise)
+    for method, cell in best.items():
+        found[method] = cell
+        if method == "sassha" and asked in results.rows:
+            found[method + SUGGESTED] = replace(cell, **results.rows[asked]["found"])
+    return found
+
+
 def comparison(task: Task, best: dict[str, Cell], noise: float) -> dict[str, list[Cell]]:
     """The runs that are reported, by method."""
     return {
@@ -122,8 +140,10 @@ def by_seed(cells: dict[str, list[Cell]]) -> list[Cell]:
 
 
 def title_of(method: str) -> str:
-    name = method.removesuffix("-quarter")
-    return TITLES[name] + (" from quarters" if name != method else "")
+    for suffix, words in ((QUARTER, " from quarters"), (SUGGESTED, " as suggested")):
+        if method.endswith(suffix):
+            return TITLES[method.removesuffix(suffix)] + words
+    return TITLES[method]
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -144,7 +164,7 @@ COLUMNS = {
 def table(task: Task, results: Results, noise: float) -> list[str]:
     """Lines of the table of one share of wrong labels, from what has been run."""
     lines, missing = [], []
-    for method, cells in comparison(task, chosen(task, results), noise).items():
+    for method, cells in comparison(task, settings(task, results, noise), noise).items():
         rows = [results.rows[cell] for cell in cells if cell in results.rows]
         if rows:
             radius = f"{cells[0].rho:g}" if cells[0].rho else ""
@@ -204,7 +224,7 @@ def report(task: Task, results: Results) -> None:
         write(page, f"table {noise:.0%}", lines)
     write(page, "grid", list(grid_table(task, results)))
     curves = {}
-    for method, cells in comparison(task, chosen(task, results), 0.0).items():
+    for method, cells in comparison(task, settings(task, results, 0.0), 0.0).items():
         found = [results.rows[cell]["curve"] for cell in cells if cell in results.rows]
         if whole := [curve for curve in found if len(curve) == task.epochs // task.every]:
             curves[title_of(method)] = whole
@@ -228,7 +248,10 @@ def main() -> None:
             cells = [cell for same in search(task).values() for cell in same]
             results.fill(task, args.data, cells, args.jobs, "search", measure=False)
         for noise in task.noises if args.noise is None else (args.noise,):
-            cells = by_seed(comparison(task, chosen(task, results), noise))
+            asked = question(task, chosen(task, results), noise)
+            if asked is not None and asked not in results.rows:
+                results.add(asked, suggested(task, asked, args.data))
+            cells = by_seed(comparison(task, settings(task, results, noise), noise))
             cells = [c for c in cells if args.seed in (None, c.seed) and args.method in (None, c.method)]
             results.fill(task, args.data, cells, args.jobs, f"{noise:.0%} wrong labels", measure=True)
     report(task, Results(results.path))  # other processes may have added to it

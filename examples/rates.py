@@ -2,7 +2,9 @@
 
 AdamW is trained at four learning rates; ``suggest`` is asked with the best of them, for the mean loss and for the sum;
 SASSHA is then trained with what it suggests, and at seven learning rates a factor √10 apart around it with all else the
-same. Runs are short, from one seed, with a cosine schedule, and judged by their validation loss at the end.
+same. Runs are short, from one seed, with a cosine schedule, and judged by their validation loss at the end. Last, the
+whole power of a curvature that is new in every step is tried at three learning rates and two radii, beside AdamW at its
+four rates, both with a warm-up, and the best of each are trained from two seeds more.
 
     python -m examples.rates --data ../shared/data
 
@@ -25,15 +27,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 from tqdm import tqdm
 
 from examples import digits
-from examples.compare import rounded, write
+from examples.compare import rounded, spread, write
 from examples.lib import tasks
 from examples.lib.engine import Batch
 from examples.lib.networks import VisionTransformer, small_resnet
-from examples.lib.trials import evaluated
+from examples.lib.trials import cosine, evaluated
 from sassha_fast import SASSHA, suggest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,9 +43,14 @@ ADAMW_RATES = (1e-3, 10**-2.5, 1e-2, 10**-1.5)
 ADAMW_DECAY = 1e-2
 GRID = tuple(10 ** (power / 2) for power in range(-5, 2))  # for a mean; for a sum over n rows, nearest to these over √n
 ASKED = 8  # batches that a suggestion is made from
+POWER_RATES, POWER_RADII = (0.05, 0.1, 0.2), (0.02, 0.05)  # with the whole power of the curvature
+WARMUP = 0.15  # share of the steps, beside it
+SEEDS = (0, 1, 2)  # of the weights to begin with, where runs are compared with a warm-up
 PROMISE = 3.0  # factor within which it is to be of the best
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Build = Callable[..., Optimizer]
+Settings = dict[str, float]
 Rows = dict[str, dict[str, Any]]
 
 
@@ -125,17 +132,19 @@ class Runs:
                 file.write(json.dumps(self.rows[key]) + "\n")
         return self.rows.get(key)
 
-    def model(self) -> nn.Module:
-        torch.manual_seed(0)
+    def model(self, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
         return self.build()
 
-    def trained(self, reduction: str, build: Callable[..., Optimizer]) -> dict[str, Any]:
+    def trained(self, reduction: str, build: Build, *, warmup: float = 0.0, seed: int = 0) -> dict[str, Any]:
         """Validation loss after all batches."""
-        model = self.model()
+        model = self.model(seed)
         opt = build(model.parameters())
         if isinstance(opt, SASSHA):
             opt.attach(model)
-        schedule = CosineAnnealingLR(opt, len(self.train))
+        schedule: LRScheduler = CosineAnnealingLR(opt, len(self.train))
+        if warmup:
+            schedule = LambdaLR(opt, partial(cosine, steps=len(self.train), warmup=warmup))
         for x, y in self.train:
             opt.step(partial(loss_of, model, x, y, reduction))
             schedule.step()
@@ -169,6 +178,25 @@ class Runs:
         decay = found["weight_decay"] * found["lr"] / lr
         return self.trained(reduction, partial(SASSHA, lr=lr, rho=found["rho"], weight_decay=decay))
 
+    def best_with_warmup(
+        self, name: str, settings: list[Settings], build: Build
+    ) -> tuple[Settings, list[float]] | None:
+        """The best settings of an optimizer, by its first seed, and the losses of all seeds."""
+
+        def run(given: Settings, seed: int) -> dict[str, Any] | None:
+            make = partial(self.trained, "mean", partial(build, **given), warmup=WARMUP, seed=seed)
+            return self.row(f"{name} warm {' '.join(f'{v:.2g}' for v in given.values())} seed {seed}", make)
+
+        losses = []
+        for given in settings:
+            row = run(given, SEEDS[0])
+            if row is None:
+                return None
+            losses.append(row["loss"] or math.inf)
+        best = settings[losses.index(min(losses))]
+        rows = [run(best, seed) for seed in SEEDS]
+        return (best, [row["loss"] or math.inf for row in rows if row]) if all(rows) else None
+
 
 def grid(reduction: str, rows: int) -> list[float]:
     """Seven learning rates for a mean, or for a sum over so many rows."""
@@ -197,6 +225,27 @@ def compare(runs: Runs, reduction: str, rows: int) -> list[str] | None:
     return [*columns, f"{top:.2g}", f"{losses[top]:.3f}", within]
 
 
+def compare_whole_power(runs: Runs) -> list[str] | None:
+    """A line of the second table: SASSHA with the whole power of a new curvature beside AdamW."""
+    rates = [{"lr": lr} for lr in ADAMW_RATES]
+    adamw = runs.best_with_warmup("adamw", rates, partial(AdamW, weight_decay=ADAMW_DECAY))
+    places = [{"lr": lr, "rho": rho} for lr in POWER_RATES for rho in POWER_RADII]
+    sassha = runs.best_with_warmup("power 1", places, partial(SASSHA, hessian_power=1.0, lazy_hessian=1))
+    if not adamw or not sassha:
+        return None
+    columns = [TRIALS[runs.name].title]
+    for given, losses in (adamw, sassha):
+        columns += [*(f"{value:.2g}" for value in given.values()), spread(losses, 3)]
+    return columns
+
+
+def second_table(lines: list[list[str]]) -> Iterator[str]:
+    yield "| task | AdamW's lr | its loss | lr | ρ | loss |"
+    yield "|---" * 6 + "|"
+    for columns in lines:
+        yield f"| {' | '.join(columns)} |"
+
+
 def table(lines: list[list[str]]) -> Iterator[str]:
     yield (
         "| task | loss | AdamW's lr | its loss | suggested lr | suggested ρ | loss with these | best lr of the grid | "
@@ -223,8 +272,14 @@ def main(given: list[str] | None = None) -> None:
         line = compare(runs, reduction, 1024 if name == "gpt" else 64)
         lines += [line] if line else []
     lines.sort(key=lambda line: line[0])
-    print("\n".join(table(lines)))
+    others = [
+        compare_whole_power(Runs(name, args.data, rows, None if args.report else path))
+        for name in tqdm(TRIALS, desc="whole power")
+    ]
+    second = sorted(line for line in others if line)
+    print("\n".join([*table(lines), "", *second_table(second)]))
     write(ROOT / "docs" / "adamw.md", "rates", list(table(lines)))
+    write(ROOT / "docs" / "adamw.md", "whole power", list(second_table(second)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from examples.lib.engine import Batch, Data
 from examples.lib.optimizers import build_optimizer
 from examples.lib.presets import Settings
+from sassha_fast import suggest
 from sassha_fast.sharpness import Sharpness
 
 QUARTER = "-quarter"  # of the batch for ascent and products: the end of a method's name
+SUGGESTED = "-suggested"  # learning rate and radius by ``suggest``, from AdamW's: likewise
+ASKED = 8  # batches that a suggestion is made from
 PRODUCT = 2.5  # gradients that an exact product takes beyond the pass whose graph it uses, as bench_train has it
 WARMUP = 0.05  # share of the steps in which the learning rate rises
 
@@ -38,7 +42,8 @@ class Cell:
     Attributes:
         task: Name of the task.
         noise: Share of wrong training labels.
-        method: Name of an optimizer; ``-quarter`` behind it takes ascent and products from a quarter of the batch.
+        method: Name of an optimizer; ``-quarter`` behind it takes ascent and products from a quarter of the batch,
+            ``-suggested`` says who chose learning rate and radius.
         lr: The learning rate at its highest.
         rho: Radius of the ascent, 0 for methods without.
         seed: Of the initial weights, the batches and the wrong labels.
@@ -115,7 +120,7 @@ class Trained:
         torch.manual_seed(cell.seed)
         self.model = given.build()
         settings = Settings(cell.lr, decay, rho=cell.rho)
-        name = cell.method.removesuffix(QUARTER)
+        name = cell.method.removesuffix(QUARTER).removesuffix(SUGGESTED)
         self.share = 1 / 4 if cell.method.endswith(QUARTER) else 1.0
         self.opt: Optimizer = build_optimizer(name, self.model.parameters(), settings, seed=cell.seed)
         if hasattr(self.opt, "attach"):
@@ -161,9 +166,9 @@ class Trained:
         return found
 
 
-def cosine(step: int, steps: int) -> float:
+def cosine(step: int, steps: int, warmup: float = WARMUP) -> float:
     """A short rise, then a fall to zero."""
-    rise = max(WARMUP * steps, 1.0)
+    rise = max(warmup * steps, 1.0)
     return min((step + 1) / rise, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
@@ -218,6 +223,24 @@ def run(task: Task, cell: Cell, path: Path, *, measure: bool) -> dict[str, Any]:
     if measure and best is not None:
         result |= looked_at(given, weights)
     return {**result, "seconds": round(time.process_time() - begun, 1)}
+
+
+def suggested(task: Task, cell: Cell, path: Path) -> dict[str, Any]:
+    """What a user of docs/adamw.md is told, who has trained AdamW at the cell's learning rate: ``found``."""
+    torch.set_num_threads(1)
+    given = task.load(path, cell.noise, cell.seed)
+    torch.manual_seed(cell.seed)
+    model = given.build()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = flat_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    few = [partial(loss_of, x, y) for x, y in islice(given.data.train(0, 0), ASKED)]
+    found = suggest(model, few, adamw_lr=cell.lr, adamw_weight_decay=task.decay / cell.lr)
+    return {**asdict(cell), "found": {"lr": found.lr, "rho": found.rho}}
 
 
 def look(trained: Trained, given: Given, epoch: int) -> dict[str, float]:

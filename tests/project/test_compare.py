@@ -127,6 +127,21 @@ def test_the_comparison_of_pictures_has_wrong_labels_in_training_alone(tree, tmp
         assert torch.equal(a[1], b[1])
 
 
+def test_the_comparison_has_a_row_of_what_suggest_says_of_the_best_adamw(play, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "SEEDS", (0,))
+    task = little_task("shakespeare", tasks.load_text, rates={"adamw": (1e-6, 1e-3), "sassha": (0.1,)}, radii=(0.01,))
+    page = page_of(tmp_path, task)
+    results = compared(task, play, tmp_path, monkeypatch)
+    rows = {row["method"]: row for row in map(json.loads, results.splitlines())}
+    assert rows["suggestion"]["lr"] == rows["adamw"]["lr"]
+    found, row = rows["suggestion"]["found"], rows["sassha-suggested"]
+    assert (row["lr"], row["rho"], row["epochs"]) == (found["lr"], found["rho"], task.epochs)
+    assert row["curve"] != rows["sassha"]["curve"]
+    titles = [line.split("|")[1].strip() for line in page.read_text().splitlines() if line.startswith("| ")]
+    assert titles[:5] == ["optimizer", "AdamW", "SASSHA", "SASSHA as suggested", "optimizer"]
+    assert compared(task, play, tmp_path, monkeypatch) == results
+
+
 def test_runs_count_their_gradients(play):
     given = tasks.load_text(play, 0.0, 0)
     x, y = next(given.data.train(0, 0))

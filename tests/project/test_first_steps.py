@@ -98,18 +98,24 @@ def test_suggested_rates_stand_beside_the_best_of_a_grid_for_means_and_sums(tmp_
     monkeypatch.setattr(rates, "TRIALS", {"digits": rates.Trial("Digits", few)})
     monkeypatch.setattr(rates, "GRID", (0.001, 0.1))
     monkeypatch.setattr(rates, "ADAMW_RATES", (1e-9, 3e-3))
-    written = page(tmp_path, "adamw.md", "rates")
+    monkeypatch.setattr(rates, "POWER_RATES", (1e-9, 0.1))
+    monkeypatch.setattr(rates, "POWER_RADII", (0.05,))
+    written = page(tmp_path, "adamw.md", "rates", "whole power")
     rates.main([])
     text = written.read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "| Digits" in line]
+    assert [rows[2][i] for i in (1, 3)] == ["0.003", "0.1"]
+    losses = [float(rows[2][i].split(" ± ")[0]) for i in (2, 5)]
+    assert losses[1] < losses[0] < 2.3
+    rows = rows[:2]
     assert [(row[1], row[2], row[7]) for row in rows] == [("mean", "0.003", "0.1"), ("sum", "0.003", "0.01")]
     lr_mean, lr_sum = (float(row[4]) for row in rows)
     assert lr_mean / lr_sum == pytest.approx(8, rel=0.05)
     kept = tmp_path / "docs" / "results" / "rates.jsonl"
     before = kept.read_text()
-    assert len(before.splitlines()) == 2 + 2 * 4
+    assert len(before.splitlines()) == 2 + 2 * 4 + 2 * (2 + 2)  # two rates of each, and two seeds more
     rates.main([])
     assert (kept.read_text(), written.read_text()) == (before, text)
     kept.write_text("".join(before.splitlines(keepends=True)[:-1]))
     rates.main(["--report"])
-    assert written.read_text().count("| Digits") == 1
+    assert written.read_text().count("| Digits") == 2
