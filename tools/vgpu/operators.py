@@ -11,6 +11,7 @@ import faulthandler
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -132,6 +133,20 @@ def _as_meta(argument: Any) -> Any:
     return torch.device("meta") if _is_cuda(argument) else argument
 
 
+def _layout(argument: Any) -> Any:
+    """All that the meta kernel may know of an argument; the argument itself where that is all of it.
+
+    Raises:
+        TypeError: If it may know more, such as the value of a tensor on the host.
+    """
+    if not isinstance(argument, Tensor):
+        hash(argument)
+        return type(argument), argument
+    if not argument.is_cuda:
+        raise TypeError("a tensor on the host")
+    return argument.shape, argument.stride(), argument.dtype, argument.is_conj(), argument.is_neg()
+
+
 def _snapshot(argument: Any, label: str) -> Any:
     """An argument as it is now: places of the device, copies of what the host may change before it is used."""
     if isinstance(argument, Tensor):
@@ -155,6 +170,37 @@ def _is_mixed(tensors: Sequence[Tensor]) -> bool:
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class New:
+    """A result that is new memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Given:
+    """A result that is one of the arguments, by its place among them."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What an operator returns, before it runs.
+
+    Attributes:
+        results: For each result a :class:`New`, a :class:`Given`, or what it is if it is no tensor.
+        spec: How results are nested.
+        shapes: What the arguments are resized to, by their places, such as those of ``out=``.
+    """
+
+    results: tuple[Any, ...]
+    spec: Any
+    shapes: dict[int, tuple[int, ...]]
+
+
 class QueuedOperator:
     """An operator of torch that runs when the queue of its stream does."""
 
@@ -165,6 +211,7 @@ class QueuedOperator:
         self._packet = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::"))
         self._is_tensor = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
         names = [argument.name for argument in op._schema.arguments]
+        self._outlines: dict[tuple[Any, ...], Outline] = {}
         self._is_random = torch.Tag.nondeterministic_seeded in op.tags or "generator" in names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,13 +225,41 @@ class QueuedOperator:
         if self._is_random:
             return self._run_now(op, flat, spec, "it draws random numbers")
         try:
-            with torch.device("cpu"):
-                metas = [_as_meta(argument) for argument in flat]
-                meta_args, meta_kwargs = tree_unflatten(metas, spec)
-                outs = op(*meta_args, **meta_kwargs)
+            outline = self._outline(op, flat, spec)
         except Exception as error:  # sizes that depend on data; a wrong argument is wrong on the CPU as well
             return self._run_now(op, flat, spec, f"the meta kernel says: {str(error)[:100]}")
-        return self._queue(op, flat, spec, metas, outs)
+        return self._queue(op, flat, spec, outline)
+
+    def _outline(self, op: Any, flat: list[Any], spec: Any) -> Outline:
+        """What the meta kernel says. It takes longer than all the rest, so it is asked once for the same layouts."""
+        try:
+            key = (op is self._op, str(spec), *map(_layout, flat))
+        except TypeError:
+            return self._ask(op, flat, spec)
+        if key not in self._outlines:
+            self._outlines[key] = self._ask(op, flat, spec)
+        return self._outlines[key]
+
+    def _ask(self, op: Any, flat: list[Any], spec: Any) -> Outline:
+        with torch.device("cpu"):
+            metas = [_as_meta(argument) for argument in flat]
+            meta_args, meta_kwargs = tree_unflatten(metas, spec)
+            results, results_spec = tree_flatten(op(*meta_args, **meta_kwargs))
+        places = {id(meta): place for place, meta in enumerate(metas) if isinstance(meta, Tensor)}
+
+        def outlined(meta: Any) -> Any:
+            if not isinstance(meta, Tensor):
+                return meta
+            if id(meta) in places:
+                return Given(places[id(meta)])
+            return New(tuple(meta.shape), tuple(meta.stride()), meta.dtype)
+
+        shapes = {
+            place: tuple(meta.shape)
+            for place, (argument, meta) in enumerate(zip(flat, metas, strict=True))
+            if _is_cuda(argument) and isinstance(argument, Tensor) and argument.shape != meta.shape
+        }
+        return Outline(tuple(map(outlined, results)), results_spec, shapes)
 
     def _by_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
         """A list of tensors of host and device: torch takes one after the other then, here those of each are taken."""
@@ -197,25 +272,18 @@ class QueuedOperator:
             results |= dict(zip(at, self._op(*mine, **kwargs) or (), strict=False))
         return [results[i] for i in sorted(results)] or None
 
-    def _queue(self, op: Any, flat: list[Any], spec: Any, metas: list[Any], outs: Any) -> Any:
-        given = {}
-        for argument, meta in zip(flat, metas, strict=True):
-            if not isinstance(argument, Tensor):
-                continue
-            given[id(meta)] = argument
-            if argument.is_cuda and argument.shape != meta.shape:  # out= arguments that the operator resizes
-                argument.resize_(meta.shape)
+    def _queue(self, op: Any, flat: list[Any], spec: Any, outline: Outline) -> Any:
+        for place, shape in outline.shapes.items():
+            flat[place].resize_(shape)
 
-        def allocated(meta: Any) -> Any:
-            if not isinstance(meta, Tensor):
-                return meta
-            new = id(meta) not in given
-            sizes = (meta.shape, meta.stride())
-            return torch.empty_strided(*sizes, dtype=meta.dtype, device="cuda") if new else given[id(meta)]
+        def allocated(result: Any) -> Any:
+            if isinstance(result, New):
+                return torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="cuda")
+            return flat[result.place] if isinstance(result, Given) else result
 
-        results = tree_map(allocated, outs)
-        pairs = zip(tree_flatten(results)[0], tree_flatten(outs)[0], strict=True)
-        new = [Place(r, self.label) if isinstance(r, Tensor) and id(m) not in given else None for r, m in pairs]
+        results = [*map(allocated, outline.results)]
+        pairs = zip(results, outline.results, strict=True)
+        new = [Place(result, self.label) if isinstance(kind, New) else None for result, kind in pairs]
         arguments = [_snapshot(argument, self.label) for argument in flat]
 
         def run() -> None:
@@ -226,7 +294,7 @@ class QueuedOperator:
                         self._write(place, value)
 
         _enqueue(run, self.label)
-        return results
+        return tree_unflatten(results, outline.spec)
 
     def _write(self, place: Place, value: Tensor) -> None:
         if value.dtype != place.dtype or tuple(value.shape) != place.shape:
