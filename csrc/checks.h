@@ -31,8 +31,6 @@ inline int64_t dtype_code(ScalarType type) {
   }
 }
 
-inline int64_t item_size(int64_t dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
-
 inline bool is_strided(const Tensor& t) {
   int32_t layout = -1;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(t.get(), &layout));

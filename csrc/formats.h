@@ -123,7 +123,7 @@ SASSHA_HD Corrected<BFloat16> corrected(float x, BFloat16) {
   uint32_t word = bits_as<uint32_t>(x);
   if constexpr (kBits == 8) word = (word + 0x80u) & 0xFFFFFF00u;
   const uint32_t upper = (word + 0x8000u) & 0xFFFF0000u;
-  const int32_t rest = static_cast<int32_t>(word - upper) / (1 << (16 - kBits));  // a multiple of it
+  const int32_t rest = static_cast<int32_t>(word - upper) >> (16 - kBits);  // nothing is shifted out
   const bool finite = is_finite(x) && is_finite(bits_as<float>(upper));
   const BFloat16 nearest{static_cast<uint16_t>(upper >> 16)};
   return {finite ? nearest : to_bfloat16(x), finite ? rest : 0};

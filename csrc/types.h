@@ -88,4 +88,7 @@ static inline __attribute__((always_inline)) auto with_dtype(int64_t dtype, cons
   }
 }
 
+// Bytes of an element of a DType.
+SASSHA_HD int64_t item_size(int64_t dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
+
 }  // namespace sassha

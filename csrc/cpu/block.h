@@ -124,11 +124,13 @@ SASSHA_HD Words times(Words a, uint32_t b) {
 #endif
 }
 
-// Sixteen random bits for every element of the block that begins at `element`: noise_bits of all its calls at once.
-static inline __attribute__((noinline)) void noise_block(const Stream& s, int64_t element, Domain domain,
-                                                         uint16_t* noise) {
-  constexpr int64_t kCalls = kBlock / kNoisePerCall, kPerVector = kVectorBytes / 8;
-  constexpr int64_t kSideBySide = 2;  // multiplications of one fill the time that those of the other take
+constexpr int64_t kDrawn = 2 * kBlock;  // elements whose bits are drawn at once
+
+// Sixteen random bits for every element from `element` on: noise_bits of all their calls at once.
+static inline __attribute__((noinline)) void draw_noise(const Stream& s, int64_t element, Domain domain,
+                                                        uint16_t* noise) {
+  constexpr int64_t kCalls = kDrawn / kNoisePerCall, kPerVector = kVectorBytes / 8;
+  constexpr int64_t kSideBySide = 4;  // multiplications of one fill the time that those of the others take
   uint64_t words[2 * kCalls];
   for (int64_t call = 0; call < kCalls; call += kSideBySide * kPerVector) {
     Words c0[kSideBySide], c1[kSideBySide], c2[kSideBySide], c3[kSideBySide];
@@ -144,7 +146,7 @@ static inline __attribute__((noinline)) void noise_block(const Stream& s, int64_
     }
     uint32_t key0 = static_cast<uint32_t>(s.seed), key1 = static_cast<uint32_t>(s.seed >> 32) ^ domain;
     for (int round = 0; round < 10; ++round) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int64_t v = 0; v < kSideBySide; ++v) {
         const Words even = times(c0[v], 0xD2511F53u), odd = times(c2[v], 0xCD9E8D57u);
         c0[v] = (odd >> 32) ^ c1[v] ^ key0;
@@ -166,6 +168,25 @@ static inline __attribute__((noinline)) void noise_block(const Stream& s, int64_
   memcpy(noise, words, sizeof(words));  // the low half of a word is that of the even element
 }
 
+// The bits of one stream, block after block.
+class Noise {
+ public:
+  Noise(const Stream& stream, Domain domain) : stream_(stream), domain_(domain) {}
+
+  // Those of the block that begins at `element`, until the next call.
+  SASSHA_MEMBER const uint16_t* of(int64_t element) {
+    const int64_t first = element - element % kDrawn;
+    if (first != first_) draw_noise(stream_, first_ = first, domain_, bits_);
+    return bits_ + (element - first);
+  }
+
+ private:
+  Stream stream_;
+  Domain domain_;
+  int64_t first_ = -1;
+  uint16_t bits_[kDrawn];
+};
+
 // ---- signs and sums ------------------------------------------------------------------------------------------
 
 // out = v * z for the n elements of one block of signs.
@@ -183,9 +204,7 @@ SASSHA_HD void apply_signs(const C* v, C* out, N n, const Bits128& bits) {
 
 // Rounds the values to the grid of a reduced type at random, so that their expectation is kept.
 template <typename T, typename N>
-SASSHA_HD void round_stochastically(float* values, N n, const Stream& stream, int64_t element, Domain domain) {
-  uint16_t noise[kBlock];
-  noise_block(stream, element, domain, noise);
+SASSHA_HD void round_stochastically(float* values, N n, const uint16_t* noise) {
   for (int64_t i = 0; i < n; ++i) {
     values[i] = std::is_same_v<T, BFloat16> ? stochastic_bfloat16(values[i], noise[i])
                                             : stochastic_float16(values[i], noise[i]);

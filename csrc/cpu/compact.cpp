@@ -16,25 +16,45 @@ SASSHA_HD void for_each_place(const Row& row, int64_t begin, int64_t size, const
   }
 }
 
-// The bits by which state of one row is rounded, at random or to nearest.
+// Asks for what a later block is read from: elements of so many bytes. Coding a block takes longer than the processor
+// looks ahead, so without this it would work and wait in turns.
+SASSHA_MEMBER void ask_for(const Place& place, int64_t address, int64_t bytes) {
+  constexpr int64_t kBlocksAhead = 4, kLine = 64;
+  const int64_t begin = address + (place.element + kBlocksAhead * kBlock) * bytes;
+  for (int64_t offset = 0; offset < kBlock * bytes; offset += kLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(static_cast<uintptr_t>(begin + offset)));
+  }
+}
+
+// The same for x at `address` with its correction, and for m or D.
+SASSHA_MEMBER void ask_for_weight(const Place& place, int64_t address) {
+  ask_for(place, address, item_size(place.row.dtype));
+  ask_for(place, place.row.correction, static_cast<int64_t>(correction_of(place.row.format)));
+}
+SASSHA_MEMBER void ask_for_state(const Place& place, int64_t address) {
+  ask_for(place, address, 4 >> static_cast<int64_t>(state_of(place.row.format)));
+}
+
+Stream stream_of(const Row& row, uint64_t seed, const int64_t* draw) {
+  return {seed, static_cast<uint32_t>(row.index), draw ? static_cast<uint32_t>(*draw) : 0};
+}
+
+// The bits by which m or D of one row is rounded, at random or to nearest.
 class StateNoise {
  public:
-  StateNoise(const Row& row, uint64_t seed, const int64_t* draw)
-      : stream_{seed, static_cast<uint32_t>(row.index), draw ? static_cast<uint32_t>(*draw) : 0},
+  StateNoise(const Row& row, uint64_t seed, const int64_t* draw, Domain domain)
+      : noise_(stream_of(row, seed, draw), domain),
         at_random_(draw != nullptr && state_of(row.format) != State::kFull) {
-    for (uint16_t& bits : bits_) bits = kNearest;
+    for (uint16_t& bits : nearest_) bits = kNearest;
   }
 
   // Of a block, until it is called again.
-  const uint16_t* of(const Place& place, Domain domain) {
-    if (at_random_) noise_block(stream_, place.element, domain, bits_);
-    return bits_;
-  }
+  const uint16_t* of(const Place& place) { return at_random_ ? noise_.of(place.element) : nearest_; }
 
  private:
-  Stream stream_;
+  Noise noise_;
   bool at_random_;
-  uint16_t bits_[kBlock];
+  uint16_t nearest_[kBlock];
 };
 
 // ---- ascent ----------------------------------------------------------------------------------------------------
@@ -138,14 +158,16 @@ Stepped skip(const Row& row, int64_t begin, int64_t size, const StepArgs& args) 
 void compact_perturb(const Row& row, int64_t begin, int64_t size, const AscentArgs& args) {
   const float scale = args.scales[row.group];
   if (scale == 0) return copy_elements(row, row.backup, row.param, begin, size);
-  const Stream stream{args.seed, static_cast<uint32_t>(row.index), static_cast<uint32_t>(*args.draw)};
+  Noise noise(stream_of(row, args.seed, args.draw), kAscentNoise);
   for_each_place(row, begin, size, [&](const Place& place) {
+    ask_for_weight(place, row.param);
+    ask_for(place, row.grad, item_size(row.dtype));
     float x[kBlock], g[kBlock];
     load_weight(place, row.param, x);
     load_values(place, row.grad, g);  // before the backup, which may take its place
     copy_elements(row, row.backup, row.param, place.element, place.n);
     ascend(x, g, scale, args.adaptive);
-    round_to_parameter(place, x, stream, kAscentNoise);
+    round_to_parameter(place, x, noise);
     store_values(place, row.param, x, false);
   });
 }
@@ -153,13 +175,15 @@ void compact_perturb(const Row& row, int64_t begin, int64_t size, const AscentAr
 void compact_momentum_ascent(const Row& row, int64_t begin, int64_t size, const AscentArgs& args) {
   const float scale = args.scales[row.group];
   if (scale == 0) return copy_elements(row, row.param, row.backup, begin, size);
-  const Stream stream{args.seed, static_cast<uint32_t>(row.index), static_cast<uint32_t>(*args.draw)};
+  Noise noise(stream_of(row, args.seed, args.draw), kAscentNoise);
   for_each_place(row, begin, size, [&](const Place& place) {
+    ask_for_weight(place, row.backup);
+    ask_for_state(place, row.exp_avg);
     float x[kBlock], m[kBlock];
     load_weight(place, row.backup, x);
     load_momentum(place, m);
     ascend(x, m, scale, args.adaptive);
-    round_to_parameter(place, x, stream, kAscentNoise);
+    round_to_parameter(place, x, noise);
     store_values(place, row.param, x, false);
   });
 }
@@ -170,12 +194,19 @@ Stepped compact_step(const Row& row, int64_t begin, int64_t size, const StepArgs
   const Product product = args.refresh ? product_of(row) : Product::kNone;
   const int64_t target = args.in_state ? row.backup : row.param;
   const double power = args.scalars[row.cohort].power;
-  StateNoise noise(row, args.seed, args.state_draw);
+  StateNoise momentum_noise(row, args.seed, args.state_draw, kMomentumNoise);
+  StateNoise curvature_noise(row, args.seed, args.state_draw, kCurvatureNoise);
+  Noise update_noise(stream_of(row, args.seed, args.noise_draw), kUpdateNoise);
   Tally tally = {};
   SquareSum squares;
   Block b;
   for (float& bias2 : b.bias2) bias2 = s.bias2;
   for_each_place(row, begin, size, [&](const Place& place) {
+    ask_for_weight(place, row.backup);
+    ask_for(place, row.grad, item_size(row.dtype));
+    ask_for_state(place, row.exp_avg);
+    ask_for_state(place, row.hessian);
+    if (product != Product::kNone) ask_for(place, row.product, item_size(row.dtype));
     load_weight(place, row.backup, b.x);
     load_values(place, row.grad, b.g);
     load_momentum(place, b.m);
@@ -190,13 +221,10 @@ Stepped compact_step(const Row& row, int64_t begin, int64_t size, const StepArgs
     } else {
       descend_block<Power::kGeneral>(b, s);
     }
-    if (args.noise_draw != nullptr) {
-      const Stream rounding{args.seed, static_cast<uint32_t>(row.index), static_cast<uint32_t>(*args.noise_draw)};
-      round_to_parameter(place, b.x, rounding, kUpdateNoise);
-    }
+    if (args.noise_draw != nullptr) round_to_parameter(place, b.x, update_noise);
     store_weight(place, target, b.x, stream);
-    store_momentum(place, b.m, noise.of(place, kMomentumNoise));
-    if (product != Product::kNone) store_curvature(place, b.d, noise.of(place, kCurvatureNoise));
+    store_momentum(place, b.m, momentum_noise.of(place));
+    if (product != Product::kNone) store_curvature(place, b.d, curvature_noise.of(place));
     if (args.in_state) add_squares(squares, place, b.m, args.adaptive);
   });
   if (stream) stream_fence();
@@ -223,7 +251,7 @@ Unseen compact_unseen_sums(const Row& row, int64_t begin, int64_t size) {
 }
 
 void compact_fill_unseen(const Row& row, int64_t begin, int64_t size, float mean, const FillArgs& args) {
-  StateNoise noise(row, args.seed, args.state_draw);
+  StateNoise noise(row, args.seed, args.state_draw, kCurvatureNoise);
   for_each_place(row, begin, size, [&](const Place& place) {
     float g[kBlock], p[kBlock], d[kBlock];
     load_values(place, row.grad, g);
@@ -231,7 +259,7 @@ void compact_fill_unseen(const Row& row, int64_t begin, int64_t size, float mean
     load_curvature(place, d);
     // What lies beyond the end is unknown too, but no part of its group.
     for (int64_t i = 0; i < place.n; ++i) d[i] = filled(d[i], p[i], g[i], mean);
-    store_curvature(place, d, noise.of(place, kCurvatureNoise));
+    store_curvature(place, d, noise.of(place));
   });
 }
 

@@ -95,10 +95,10 @@ SASSHA_BLOCK void store_values(const Place& place, int64_t address, const float*
 }
 
 // Rounds values at random to the grid of the parameter, if it is a reduced one.
-SASSHA_BLOCK void round_to_parameter(const Place& place, float* values, const Stream& stream, Domain domain) {
+SASSHA_BLOCK void round_to_parameter(const Place& place, float* values, Noise& noise) {
   constexpr std::integral_constant<int64_t, kBlock> kAll;
-  if (place.row.dtype == kBFloat16) round_stochastically<BFloat16>(values, kAll, stream, place.element, domain);
-  if (place.row.dtype == kFloat16) round_stochastically<Float16>(values, kAll, stream, place.element, domain);
+  if (place.row.dtype == kBFloat16) round_stochastically<BFloat16>(values, kAll, noise.of(place.element));
+  if (place.row.dtype == kFloat16) round_stochastically<Float16>(values, kAll, noise.of(place.element));
 }
 
 // ---- x ---------------------------------------------------------------------------------------------------------
@@ -153,6 +153,57 @@ SASSHA_BLOCK void store_weight(const Place& place, int64_t address, const float*
   });
 }
 
+// ---- groups ----------------------------------------------------------------------------------------------------
+
+// The scales of a block's groups; those of groups beyond the end are 0.
+template <typename T>
+SASSHA_HD void load_scales(const Place& place, int64_t address, T* scales) {
+  memset(scales, 0, kGroupsOfBlock * sizeof(T));
+  memcpy(scales, at<T>(address, place.element / kGroup), static_cast<size_t>(place.groups()) * sizeof(T));
+}
+
+template <typename T>
+SASSHA_HD void store_scales(const Place& place, int64_t address, const T* scales) {
+  memcpy(at<T>(address, place.element / kGroup), scales, static_cast<size_t>(place.groups()) * sizeof(T));
+}
+
+// Calls f(group, i) for every element of a block. Its loops have one length and one width of element each: codes are
+// packed to bytes and widened from them in loops of their own, or the compiler takes half of the lanes.
+template <typename F>
+SASSHA_HD void for_each_in_groups(const F& f) {
+  for (int64_t group = 0; group < kGroupsOfBlock; ++group) {
+    const int64_t begin = group * kGroup;
+    for (int64_t i = 0; i < kGroup; ++i) f(group, begin + i);
+  }
+}
+
+// The largest value(i) of a group, at least 0.
+template <typename T, typename F>
+SASSHA_HD T largest_of(int64_t group, const F& value) {
+  T largest = 0;
+  for (int64_t i = 0; i < kGroup; ++i) {
+    const T v = value(group * kGroup + i);
+    largest = v > largest ? v : largest;
+  }
+  return largest;
+}
+
+// The codes of a block of m or D, as numbers.
+template <typename T>
+SASSHA_HD void load_codes(const Place& place, int64_t address, int32_t* codes) {
+  T room[kBlock];
+  const T* from = whole(place.in<T>(address), room, place.n);
+  for (int64_t i = 0; i < kBlock; ++i) codes[i] = from[i];
+}
+
+template <typename T>
+SASSHA_HD void store_codes(const Place& place, int64_t address, const int32_t* codes) {
+  Written<T> written{place.in<T>(address), place.n, {}};
+  T* __restrict to = written.begin();
+  for (int64_t i = 0; i < kBlock; ++i) to[i] = static_cast<T>(codes[i]);
+  written.end();
+}
+
 // ---- m ---------------------------------------------------------------------------------------------------------
 
 SASSHA_BLOCK void load_momentum(const Place& place, float* m) {
@@ -164,15 +215,11 @@ SASSHA_BLOCK void load_momentum(const Place& place, float* m) {
     BFloat16 room[kBlock];
     load(whole(place.in<BFloat16>(row.exp_avg), room, place.n), m, kBlock);
   } else {
-    int8_t room[kBlock];
-    const int8_t* codes = whole(place.in<int8_t>(row.exp_avg), room, place.n);
-    const float* scales = at<float>(row.exp_avg_scale, place.element / kGroup);
-    for (int64_t group = 0; group < place.groups(); ++group) {
-      const int64_t from = group * kGroup;
-      const float scale = scales[group];
-      for (int64_t i = from; i < from + kGroup; ++i) m[i] = momentum_value(codes[i], scale);
-    }
-    for (int64_t i = place.groups() * kGroup; i < kBlock; ++i) m[i] = 0.0f;
+    int32_t codes[kBlock];
+    float scales[kGroupsOfBlock];
+    load_codes<int8_t>(place, row.exp_avg, codes);
+    load_scales(place, row.exp_avg_scale, scales);
+    for_each_in_groups([&](int64_t group, int64_t i) { m[i] = momentum_value(codes[i], scales[group]); });
   }
 }
 
@@ -186,23 +233,14 @@ SASSHA_BLOCK void store_momentum(const Place& place, const float* m, const uint1
     for (int64_t i = 0; i < kBlock; ++i) values[i] = momentum16(m[i], noise[i]);
     written.end();
   } else {
-    Written<int8_t> written{place.in<int8_t>(row.exp_avg), place.n, {}};
-    int8_t* __restrict codes = written.begin();
-    float* scales = at<float>(row.exp_avg_scale, place.element / kGroup);
-    for (int64_t group = 0; group < place.groups(); ++group) {
-      const int64_t from = group * kGroup;
-      uint32_t largest = 0;
-      for (int64_t i = from; i < from + kGroup; ++i) {
-        const uint32_t bits = magnitude_bits(m[i]);
-        largest = bits > largest ? bits : largest;
-      }
-      const float scale = momentum_scale(largest);
-      for (int64_t i = from; i < from + kGroup; ++i) {
-        codes[i] = static_cast<int8_t>(momentum_code(m[i], scale, noise[i]));
-      }
-      scales[group] = scale;
+    float scales[kGroupsOfBlock];
+    int32_t codes[kBlock];
+    for (int64_t group = 0; group < kGroupsOfBlock; ++group) {
+      scales[group] = momentum_scale(largest_of<uint32_t>(group, [&](int64_t i) { return magnitude_bits(m[i]); }));
     }
-    written.end();
+    for_each_in_groups([&](int64_t group, int64_t i) { codes[i] = momentum_code(m[i], scales[group], noise[i]); });
+    store_codes<int8_t>(place, row.exp_avg, codes);
+    store_scales(place, row.exp_avg_scale, scales);
   }
 }
 
@@ -217,16 +255,14 @@ SASSHA_BLOCK void load_curvature(const Place& place, float* d) {
     BFloat16 room[kBlock];
     load(whole(place.in<BFloat16>(row.hessian), room, place.n), d, kBlock);
   } else {
-    uint8_t room[kBlock];
-    const uint8_t* codes = whole(place.in<uint8_t>(row.hessian), room, place.n);
-    const BFloat16* scales = at<BFloat16>(row.hessian_scale, place.element / kGroup);
+    int32_t codes[kBlock];
+    BFloat16 scales[kGroupsOfBlock];
     const int32_t levels = levels_of(row.format);
-    for (int64_t group = 0; group < place.groups(); ++group) {
-      const int64_t from = group * kGroup;
-      const int32_t top = top_of(scales[group]);
-      for (int64_t i = from; i < from + kGroup; ++i) d[i] = curvature_value(codes[i], top, levels);
-    }
-    for (int64_t i = place.groups() * kGroup; i < kBlock; ++i) d[i] = 0.0f;
+    load_codes<uint8_t>(place, row.hessian, codes);
+    load_scales(place, row.hessian_scale, scales);
+    for_each_in_groups([&](int64_t group, int64_t i) {
+      d[i] = curvature_value(static_cast<uint32_t>(codes[i]), top_of(scales[group]), levels);
+    });
   }
 }
 
@@ -240,23 +276,18 @@ SASSHA_BLOCK void store_curvature(const Place& place, const float* d, const uint
     for (int64_t i = 0; i < kBlock; ++i) values[i] = curvature16(d[i], noise[i]);
     written.end();
   } else {
-    Written<uint8_t> written{place.in<uint8_t>(row.hessian), place.n, {}};
-    uint8_t* __restrict codes = written.begin();
-    BFloat16* scales = at<BFloat16>(row.hessian_scale, place.element / kGroup);
+    int32_t level[kBlock], codes[kBlock], top[kGroupsOfBlock];
+    BFloat16 scales[kGroupsOfBlock];
     const int32_t levels = levels_of(row.format);
-    for (int64_t group = 0; group < place.groups(); ++group) {
-      const int64_t from = group * kGroup;
-      int32_t level[kGroup], top = 0;
-      for (int64_t i = 0; i < kGroup; ++i) {
-        level[i] = curvature_level(d[from + i], noise[from + i]);
-        top = level[i] > top ? level[i] : top;
-      }
-      for (int64_t i = 0; i < kGroup; ++i) {
-        codes[from + i] = static_cast<uint8_t>(curvature_code(d[from + i], level[i], top, levels));
-      }
-      scales[group] = curvature_scale(top);
+    for (int64_t group = 0; group < kGroupsOfBlock; ++group) {
+      top[group] = largest_of<int32_t>(group, [&](int64_t i) { return level[i] = curvature_level(d[i], noise[i]); });
+      scales[group] = curvature_scale(top[group]);
     }
-    written.end();
+    for_each_in_groups([&](int64_t group, int64_t i) {
+      codes[i] = static_cast<int32_t>(curvature_code(d[i], level[i], top[group], levels));
+    });
+    store_codes<uint8_t>(place, row.hessian, codes);
+    store_scales(place, row.hessian_scale, scales);
   }
 }
 

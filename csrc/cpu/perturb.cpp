@@ -31,7 +31,7 @@ void perturb_of(const Row& row, int64_t begin, int64_t size, const AscentArgs& a
   if constexpr (std::is_same_v<T, C>) {
     ascend<C, kAdaptive>(param, backup, grad, scale, size);
   } else {
-    const Stream stream{args.seed, static_cast<uint32_t>(row.index), static_cast<uint32_t>(*args.draw)};
+    Noise noise({args.seed, static_cast<uint32_t>(row.index), static_cast<uint32_t>(*args.draw)}, kAscentNoise);
     for_each_block(size, [&](int64_t offset, auto n) {
       C x[kBlock], g[kBlock];
       load(param + offset, x, n);
@@ -41,7 +41,7 @@ void perturb_of(const Row& row, int64_t begin, int64_t size, const AscentArgs& a
         x[i] = x[i] + (kAdaptive ? adaptive_ascent(scale, g[i], x[i]) : ascent(scale, g[i]));
       }
       // Rounding to nearest would lose most of a small eps.
-      round_stochastically<T>(x, n, stream, begin + offset, kAscentNoise);
+      round_stochastically<T>(x, n, noise.of(begin + offset));
       store(param + offset, x, n);
     });
   }
@@ -58,7 +58,7 @@ void momentum_ascent_of(const Row& row, int64_t begin, int64_t size, const Ascen
     memcpy(param, weight, static_cast<size_t>(size) * sizeof(T));
     return;
   }
-  const Stream stream{args.seed, static_cast<uint32_t>(row.index), static_cast<uint32_t>(*args.draw)};
+  Noise noise({args.seed, static_cast<uint32_t>(row.index), static_cast<uint32_t>(*args.draw)}, kAscentNoise);
   for_each_block(size, [&](int64_t offset, auto n) {
     C room[kBlock], moved[kBlock];
     const C* x = load(weight + offset, room, n);
@@ -66,7 +66,7 @@ void momentum_ascent_of(const Row& row, int64_t begin, int64_t size, const Ascen
     for (int64_t i = 0; i < n; ++i) {
       moved[i] = x[i] + (kAdaptive ? adaptive_ascent(scale, m[i], x[i]) : ascent(scale, m[i]));
     }
-    if constexpr (!std::is_same_v<T, C>) round_stochastically<T>(moved, n, stream, begin + offset, kAscentNoise);
+    if constexpr (!std::is_same_v<T, C>) round_stochastically<T>(moved, n, noise.of(begin + offset));
     store(param + offset, moved, n);
   });
 }
