@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from ctypes import c_float
 from typing import Any
 
 import torch
@@ -280,10 +281,15 @@ def finite_difference(probed: Tensor, grad: Tensor) -> Tensor:
 
 def scalar_tensors(scalars: StepScalars, dtype: torch.dtype, device: torch.device) -> Any:
     """The same fields as 0-d tensors, rounded once: a Python number may enter an operation in double."""
-    fields = (
-        v.to(device, dtype) if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device) for v in scalars
-    )
-    return StepScalars(*fields)
+
+    def rounded(value: float | Tensor) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(device, dtype)
+        # As a cast in C does it: what is out of range becomes infinite, where torch would raise.
+        cast = c_float(value).value if dtype == torch.float32 else value
+        return torch.full((), cast, dtype=dtype, device=device)
+
+    return StepScalars(*map(rounded, scalars))
 
 
 def sampled(h: Tensor, sample: Sample) -> Tensor:

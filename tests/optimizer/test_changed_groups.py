@@ -165,6 +165,24 @@ def test_a_schedule_that_ends_a_rounding_error_below_0_ends_at_0():
     make(SASSHA, rho=0.0, lazy_hessian=100)[1].load_state_dict(saved)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "foreach", "reference"])
+def test_a_learning_rate_beyond_float32_is_infinite_on_every_backend(backend):
+    model = nn.Linear(3, 2)
+    opt = SASSHA(model.parameters(), lr=0.1, rho=0.05, backend=backend)
+    x = torch.ones(4, 3)
+
+    def closure():
+        opt.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    opt.param_groups[0]["lr"] = 1e300
+    opt.step(closure)
+    assert not any(p.isfinite().any() for p in model.parameters())
+
+
 def test_values_that_stay_are_not_checked_again(monkeypatch):
     net, opt = make(SASSHA, rho=0.05)
     closure = closure_for(net, opt)
