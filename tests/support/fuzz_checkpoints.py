@@ -247,7 +247,9 @@ def _check_message(name: str, text: str, done: list[tuple[tuple[Any, ...], str]]
         raise Finding("a message without its caller, or endless", text[:300])
     words = {str(key) for path, what in done for key in (*path, *what.replace("'", " ").split())}
     words |= {f"group {path[1]}" for path, _ in done if len(path) > 1 and path[0] == "param_groups"}
-    words |= {"belongs to no parameter"} if any("params" in path for path, _ in done) else set()
+    # A number that was changed to another parameter's may be found there.
+    numbers = {"belongs to no parameter", "an integer that no other parameter has"}
+    words |= numbers if any("params" in path for path, _ in done) else set()
     words |= {"group", "lacks", "found"} if any(len(path) < 3 for path, _ in done) else set()
     if not any(word in text for word in words):
         raise Finding("a message that does not name the key", text)
