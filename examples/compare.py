@@ -26,7 +26,7 @@ from tqdm import tqdm
 from examples.lib import tasks
 from examples.lib.curves import draw_comparison
 from examples.lib.optimizers import TITLES
-from examples.lib.trials import QUARTER, SUGGESTED, Cell, Task, run, suggested
+from examples.lib.trials import QUARTER, SUGGESTED, WHOLE, Cell, Task, run, suggested
 
 ROOT = Path(__file__).resolve().parents[1]
 GRID_SEED = 100
@@ -140,7 +140,7 @@ def by_seed(cells: dict[str, list[Cell]]) -> list[Cell]:
 
 
 def title_of(method: str) -> str:
-    for suffix, words in ((QUARTER, " from quarters"), (SUGGESTED, " as suggested")):
+    for suffix, words in ((QUARTER, " from quarters"), (SUGGESTED, " as suggested"), (WHOLE, ", whole power, k = 1")):
         if method.endswith(suffix):
             return TITLES[method.removesuffix(suffix)] + words
     return TITLES[method]

@@ -121,7 +121,8 @@ TASKS = {
         decay=1e-5,
         rates={"sgd": _STEEP}
         | dict.fromkeys(("adamw", "sam-adamw"), _PLAIN)
-        | dict.fromkeys(("sassha", "sassha-quarter", "m-sassha"), _STEEPER),
+        | dict.fromkeys(("sassha", "sassha-quarter", "m-sassha"), _STEEPER)
+        | {"sassha-whole": _STEEP},
         radii=(0.02, 0.1),
         stops_early=True,
         every=7,

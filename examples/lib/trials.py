@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from sassha_fast.sharpness import Sharpness
 
 QUARTER = "-quarter"  # of the batch for ascent and products: the end of a method's name
 SUGGESTED = "-suggested"  # learning rate and radius by ``suggest``, from AdamW's: likewise
+WHOLE = "-whole"  # power of a curvature that is new in every step: likewise
 ASKED = 8  # batches that a suggestion is made from
 PRODUCT = 2.5  # gradients that an exact product takes beyond the pass whose graph it uses, as bench_train has it
 WARMUP = 0.05  # share of the steps in which the learning rate rises
@@ -43,7 +44,8 @@ class Cell:
         task: Name of the task.
         noise: Share of wrong training labels.
         method: Name of an optimizer; ``-quarter`` behind it takes ascent and products from a quarter of the batch,
-            ``-suggested`` says who chose learning rate and radius.
+            ``-suggested`` says who chose learning rate and radius, ``-whole`` refreshes in every step and takes the
+            whole power of the curvature.
         lr: The learning rate at its highest.
         rho: Radius of the ascent, 0 for methods without.
         seed: Of the initial weights, the batches and the wrong labels.
@@ -120,9 +122,12 @@ class Trained:
         torch.manual_seed(cell.seed)
         self.model = given.build()
         settings = Settings(cell.lr, decay, rho=cell.rho)
-        name = cell.method.removesuffix(QUARTER).removesuffix(SUGGESTED)
+        name = cell.method.removesuffix(QUARTER).removesuffix(SUGGESTED).removesuffix(WHOLE)
         self.share = 1 / 4 if cell.method.endswith(QUARTER) else 1.0
-        self.opt: Optimizer = build_optimizer(name, self.model.parameters(), settings, seed=cell.seed)
+        more: dict[str, Any] = {}
+        if cell.method.endswith(WHOLE):
+            settings, more = replace(settings, lazy_hessian=1), {"hessian_power": 1.0}
+        self.opt: Optimizer = build_optimizer(name, self.model.parameters(), settings, seed=cell.seed, **more)
         if hasattr(self.opt, "attach"):
             self.opt.attach(self.model)
         self.schedule = LambdaLR(self.opt, partial(cosine, steps=cell.epochs * given.data.steps))
