@@ -8,65 +8,33 @@ updates are computed and measured. Where both would have moved the weights as fa
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim import SGD
 
 from ._core.closure import Checked, Closure
-from ._core.compact import curvature
-from ._core.contexts import RandomState
-from ._core.keys import BIAS2
 from ._core.optimizer import FusedOptimizer
+from ._measure.trial import Make, Rise, Trial, denominators, is_lower, last_quarter, unchanged
 from .checks import check_count, check_number, check_positive, shown
 from .msassha import MSASSHA
-from .reference import is_unknown
-from .sam import SAM
 from .sassha import SASSHA
 from .variant import Ascent
 
 __all__ = ["Rise", "Suggestion", "suggest"]
 
-RADII = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # that are tried for ρ
-ADAPTIVE = 10.0  # how much larger they are where ε is scaled by the weights
-TOLERANCE = 0.25  # by which the rise of the loss may miss its first-order prediction
-MOST_RISE = 0.05  # of the loss that training begins with
-MOST_BATCHES = 4  # on which it is measured
 LAZY = 4  # steps between refreshes beside AdamW: a curvature of many samples is told from few steps
 INTERVAL = 10  # steps between refreshes of SASSHA, if nobody chooses others
+LEAST_FALL = 1 / 3  # of the fall of AdamW's loss on trial, below which a note says so
 MOST_LEAP = 0.5  # of the loss that training begins with, above the largest of AdamW's
 HALVINGS = 4  # of a learning rate at which the loss rises on trial
-BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW
-
-
-@dataclass(frozen=True)
-class Rise:
-    """How an ascent raises the loss: a row of the table behind a suggested ρ.
-
-    Attributes:
-        rho: Its length.
-        predicted: ρ‖g‖, the rise to first order.
-        measured: The rise.
-    """
-
-    rho: float
-    predicted: float
-    measured: float
-
-    def is_modest(self, loss: float) -> bool:
-        """Whether the gradient tells it to within a quarter, and it is at most a twentieth of the loss at the start."""
-        is_predicted = abs(self.measured - self.predicted) <= TOLERANCE * self.predicted
-        return is_predicted and self.measured <= MOST_RISE * abs(loss)
+WARM_UP = "# with a warm-up of 20 steps or more: LinearLR(opt, 0.1, total_iters=20)"
 
 
 @dataclass(frozen=True)
@@ -91,6 +59,7 @@ class Suggestion:
         eps_share: Share of the elements in which ``eps`` is larger than the power of the curvature it is added to.
         denominator: Median of these powers.
         steps: Of AdamW on trial.
+        options: What it was asked with besides; None if it was asked about an optimizer, which has them.
     """
 
     optimizer: str
@@ -110,6 +79,7 @@ class Suggestion:
     eps_share: float
     denominator: float
     steps: int
+    options: dict[str, Any] | None
 
     def __str__(self) -> str:
         """A table, notes, and the line to paste."""
@@ -126,7 +96,7 @@ class Suggestion:
         if self.rises:
             lines += ["", f"{'rise of the loss by rho':<34} {'predicted':>10} {'measured':>10}"]
             lines += [f"{rise.rho:<34g} {rise.predicted:>10.3g} {rise.measured:>10.3g}" for rise in self.rises]
-        return "\n".join([*lines, "", *self.notes(), self.line()])
+        return "\n".join([*lines, "", *self.notes(), self.line(), WARM_UP])
 
     def notes(self) -> list[str]:
         """What to know about these numbers, if anything."""
@@ -136,10 +106,13 @@ class Suggestion:
         if self.rises and not self.rises[0].is_modest(self.first_loss):
             rise = self.rises[0]
             found.append(
-                f"Even rho={rise.rho:g} raises the loss by {rise.measured:.2g} where the gradient predicts "
+                f"Even rho={rise.rho:g} raises the loss by {rise.measured:.2g}, more than a twentieth of the "
+                f"{self.first_loss:.2g} that it begins with: choose rho yourself if the loss may be near or below 0."
+                if rise.is_predicted
+                else f"Even rho={rise.rho:g} raises the loss by {rise.measured:.2g} where the gradient predicts "
                 f"{rise.predicted:.2g}: compute the loss in float32 if it is in fewer bits, or give a smaller adamw_lr."
             )
-        if not _is_lower(self.loss, self.first_loss):
+        if not is_lower(self.loss, self.first_loss):
             found.append(
                 f"The loss still rose on trial at {_short(self.lr)}, after {self.halvings} halvings: don't train with "
                 "this; ask again with a smaller adamw_lr."
@@ -149,7 +122,18 @@ class Suggestion:
                 f"At {_short(self.lr * 2**self.halvings)} the loss rose on trial, so the learning rate was halved "
                 f"{self.halvings} times: begin with a warm-up."
             )
-        if self.eps_share > 0.1:
+        falls = self.first_loss - self.adamw_loss, self.first_loss - self.loss
+        if is_lower(self.loss, self.first_loss) and falls[1] < LEAST_FALL * falls[0]:
+            found.append(
+                f"On trial the loss fell by {falls[1]:.2g} where AdamW's fell by {falls[0]:.2g}: before you train with "
+                "these, try other learning rates, and a fifth of rho."
+            )
+        if self.eps_share > 0.1 and self.denominator == 0:
+            found.append(
+                "Most elements have no curvature, as a loss that is linear in pieces (L1, hinge) has none: SASSHA has "
+                "nothing to divide by there. Take a smooth loss, such as Huber's, or AdamW."
+            )
+        elif self.eps_share > 0.1:
             found.append(
                 f"eps={self.eps:g} is larger than the denominator that it is added to in {self.eps_share:.0%} of the "
                 f"elements, whose median is {_short(self.denominator)}: the loss is of a small scale. Try "
@@ -158,11 +142,14 @@ class Suggestion:
         return found
 
     def line(self) -> str:
-        """The line to paste."""
+        """The line to paste. Where it was asked about an optimizer, what to change in the line that makes it."""
         rho = "" if self.rho is None else f"rho={self.rho:g}, "
-        eps = "" if self.eps == 1e-4 or self.optimizer == "SophiaH" else f", eps={_short(self.eps)}"
-        decay = f"weight_decay={_short(self.weight_decay)}"
-        return f"opt = {self.optimizer}(model.parameters(), lr={_short(self.lr)}, {rho}{decay}{eps})"
+        found = f"lr={_short(self.lr)}, {rho}weight_decay={_short(self.weight_decay)}"
+        if self.options is None:
+            return f"opt = {self.optimizer}(..., {found})  # and all else as it is"
+        return (
+            f"opt = {self.optimizer}({', '.join(['model.parameters()', found, *map(_argument, self.options.items())])})"
+        )
 
 
 def suggest(
@@ -190,6 +177,8 @@ def suggest(
     - ρ is the largest of 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5 that, after AdamW's steps, raises the loss by what ρ‖g‖
       predicts to within a quarter, and by no more than a twentieth of the loss at the start. Beyond it the gradient
       does not know the way up.
+    - ρ is found beside the loss at the start, so a constant that is added to the loss changes it: the nearer to 0 the
+      loss begins, the smaller ρ.
     - Both decay weights by λ·lr in a step, so λ is AdamW's times AdamW's learning rate over the new one.
     - A loss times c gives 1/√c of the learning rate. ``eps`` is absolute: multiply it by √c too.
 
@@ -218,14 +207,51 @@ def suggest(
         )
     kept = [*opt.get_params(), *model.buffers()]
     interval = target.lazy_hessian if isinstance(target, FusedOptimizer) else INTERVAL
-    with _true_weights(target), _unchanged(model, kept) as start:
-        trial = _Trial(name, model, make, batches, start, steps, interval, told)
-        return trial.suggestion(adamw_lr, adamw_weight_decay)
+    with _true_weights(target), unchanged(model, kept) as start:
+        trial = Trial(model, make, batches, start, steps, interval, told)
+        found = _found(name, trial, adamw_lr, adamw_weight_decay)
+    return found if isinstance(target, FusedOptimizer) else replace(found, options=options)
+
+
+def _found(name: str, trial: Trial, adamw_lr: float, adamw_decay: float) -> Suggestion:
+    """All trials, one after the other."""
+    first = trial.loss_before()
+    adamw, own, losses, opt = trial.beside_adamw(adamw_lr)
+    climbs = opt.variant.ascent is Ascent.GRADIENT and name != MSASSHA.__name__
+    rises = trial.rises(opt.adaptive, first) if climbs else []
+    rho = max((rise.rho for rise in rises if rise.is_modest(first)), default=rises[0].rho) if climbs else None
+    lr = adamw_lr * adamw / own
+    most = max(losses) + MOST_LEAP * abs(first)
+    for halvings in range(HALVINGS + 1):
+        loss = trial.with_it(lr, rho or 0.0, adamw_decay * adamw_lr / lr, most)
+        if is_lower(loss, first) or halvings == HALVINGS:
+            break
+        lr /= 2
+    trial.say("")
+    powers, eps = denominators(opt)
+    return Suggestion(
+        name,
+        lr,
+        rho,
+        adamw_decay * adamw_lr / lr,
+        eps,
+        adamw_lr,
+        adamw_decay,
+        adamw,
+        own,
+        tuple(rises),
+        first,
+        last_quarter(losses),
+        loss,
+        halvings,
+        (powers < eps).double().mean().item(),
+        powers.median().item(),
+        trial.steps,
+        None,
+    )
 
 
 # ---- what is asked for ------------------------------------------------------------------------------------------
-
-Make = Callable[[float, float, float], FusedOptimizer]  # of learning rate, ρ and weight decay
 
 
 def _made_for(target: Any, options: dict[str, Any]) -> tuple[nn.Module, Make]:
@@ -236,7 +262,8 @@ def _made_for(target: Any, options: dict[str, Any]) -> tuple[nn.Module, Make]:
             what = "has no parameter that requires a gradient" if not params else "has lazy parameters"
             remedy = "unfreeze what is to be trained" if not params else "run a forward pass, which gives them shapes"
             raise ValueError(f"suggest: the model {what}; {remedy}, and ask again")
-        fixed = {"lr", "rho", "weight_decay", "lazy_hessian", "rho_scheduler"} & options.keys()
+        schedules = {"rho_scheduler", "hessian_power_scheduler"}
+        fixed = ({"lr", "rho", "weight_decay", "lazy_hessian"} | schedules) & options.keys()
         if fixed:
             raise TypeError(f"suggest: {sorted(fixed)} can't be given; leave out what is to be found, and schedules")
         model = target
@@ -315,276 +342,14 @@ def _checked(closures: Any) -> list[Closure]:
     return [Checked(closure, f"suggest: closures[{i}]") for i, closure in enumerate(given)]
 
 
-# ---- all as it was ----------------------------------------------------------------------------------------------
-
-
 def _true_weights(target: Any) -> AbstractContextManager[None]:
     return target.true_weights() if isinstance(target, MSASSHA) else nullcontext()
 
 
-@contextmanager
-def _unchanged(model: nn.Module, kept: list[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Puts weights, buffers, gradients and random numbers back, whatever happens. Gives tensors with their copies."""
-    copies = [(tensor, tensor.detach().clone()) for tensor in kept]
-    known = set(map(id, kept))
-    every = [*kept, *(p for p in model.parameters() if id(p) not in known)]
-    grads = [tensor.grad for tensor in every]
-    random = RandomState(tensor.device for tensor in kept)
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    modes = [(module, module.training) for module in model.modules()]
-    trained = [(param, param.requires_grad) for param in model.parameters()]
-
-    def put_back() -> None:
-        for module, training in modes:
-            module.training = training
-        for param, requires_grad in trained:
-            param.requires_grad = requires_grad
-        for module, before in buffers:  # a forward pass may have put others in their place
-            module._buffers.update(before)
-        _write(copies)
-        for tensor, grad in zip(every, grads, strict=True):
-            tensor.grad = grad
-        random.restore()
-
-    try:
-        for tensor in every:
-            tensor.grad = None
-        yield copies
-        put_back()
-    except BaseException:
-        try:
-            put_back()
-        except BaseException:  # another interrupt, which does not keep the rest from coming back
-            put_back()
-            raise
-        raise
-
-
-@torch.no_grad()
-def _write(copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Writes copies back into the tensors that they are of."""
-    for tensor, copy in copies:
-        tensor.copy_(copy)
-    torch.clear_autocast_cache()
-
-
-# ---- trials -----------------------------------------------------------------------------------------------------
-
-
-class _AdamW:
-    """AdamW's updates, which are measured before they are made."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params, self.count = params, 0
-        self.m = [torch.zeros_like(p, dtype=_float(p)) for p in params]
-        self.v = [torch.zeros_like(p, dtype=_float(p)) for p in params]
-
-    def updates(self, grads: list[Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parameters, each with what one step takes off it at a learning rate of 1."""
-        self.count += 1
-        beta1, beta2 = BETAS
-        for p, grad, m, v in zip(self.params, grads, self.m, self.v, strict=True):
-            if grad is None:
-                continue
-            g = grad.to(m.dtype)
-            m.lerp_(g, 1 - beta1)
-            v.lerp_(g * g, 1 - beta2)
-            root = (v / (1 - beta2**self.count)).sqrt_().add_(EPS)
-            yield p, m / (1 - beta1**self.count) / root
-
-
-class _Trial:
-    """The steps that are taken back."""
-
-    def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        make: Make,
-        batches: list[Closure],
-        start: list[tuple[Tensor, Tensor]],
-        steps: int,
-        interval: int,
-        told: bool,
-    ) -> None:
-        self.name, self.model, self.make, self.batches = name, model, make, batches
-        self.start, self.steps, self.interval, self.told = start, steps, interval, told
-        self.params = list(make(1.0, 0.0, 0.0).get_params())
-
-    def suggestion(self, adamw_lr: float, adamw_decay: float) -> Suggestion:
-        """All trials, one after the other."""
-        first = self.loss_before()
-        adamw, own, losses, opt = self.beside_adamw(adamw_lr)
-        last = _last_quarter(losses)
-        climbs = opt.variant.ascent is Ascent.GRADIENT and self.name != MSASSHA.__name__
-        rises = self.rises(opt.adaptive, first) if climbs else []
-        rho = max((rise.rho for rise in rises if rise.is_modest(first)), default=rises[0].rho) if climbs else None
-        lr = adamw_lr * adamw / own
-        most = max(losses) + MOST_LEAP * abs(first)
-        for halvings in range(HALVINGS + 1):
-            found = self.with_it(lr, rho or 0.0, adamw_decay * adamw_lr / lr, most)
-            if _is_lower(found, first) or halvings == HALVINGS:
-                break
-            lr /= 2
-        self.say("")
-        denominators, eps = _denominators(opt)
-        return Suggestion(
-            self.name,
-            lr,
-            rho,
-            adamw_decay * adamw_lr / lr,
-            float(opt.param_groups[0]["eps"]),
-            adamw_lr,
-            adamw_decay,
-            adamw,
-            own,
-            tuple(rises),
-            first,
-            last,
-            found,
-            halvings,
-            (denominators < eps).double().mean().item(),
-            denominators.median().item(),
-            self.steps,
-        )
-
-    def loss_before(self) -> float:
-        """The mean loss at the start, of those batches that the last quarter of the steps takes: some are easier."""
-        losses, random = [], RandomState(p.device for p in self.params)
-        for number, closure in enumerate(self.batches[: self.steps]):
-            with torch.enable_grad():
-                loss = self.cleared(closure)()
-            losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
-            if not math.isfinite(losses[-1]):
-                name = f"closures[{number}]" if len(self.batches) > 1 else "closures"
-                raise FloatingPointError(
-                    f"suggest: the loss of {name} is {losses[-1]} at the weights as they are, before any step; look at "
-                    "its batch, and at the model"
-                )
-        _write(self.start)  # buffers may have moved
-        random.restore()
-        return _last_quarter(list(islice(cycle(losses), self.steps)))
-
-    def beside_adamw(self, lr: float) -> tuple[float, float, list[float], FusedOptimizer]:
-        """Steps of AdamW: the sizes of its updates and of ours at a learning rate of 1, the losses, our optimizer."""
-        opt = self.make(1.0, 0.0, 0.0)
-        adamw = _AdamW(self.params)
-        squares, losses = [0.0, 0.0], []
-        for number, closure in enumerate(islice(cycle(self.batches), self.steps)):
-            self.say(f"AdamW, step {number + 1} of {self.steps}")
-            before = [p.detach().clone() for p in self.params]
-            losses.append(self.stepped(opt, closure, f"AdamW with learning rate {lr:g}"))
-            grads = [p.grad for p in self.params]
-            with torch.no_grad():
-                for p, x in zip(self.params, before, strict=True):
-                    squares[1] += _square_sum(p - x)
-                    p.copy_(x)
-                for p, update in adamw.updates(grads):
-                    squares[0] += _square_sum(update)
-                    p.sub_((lr * update).to(p.dtype))
-        elements = self.steps * sum(p.numel() for p in self.params)
-        sizes = [math.sqrt(square / elements) for square in squares]
-        if not all(0.0 < size < math.inf for size in sizes):
-            raise RuntimeError(
-                f"suggest: updates of size {sizes[0]:g} by AdamW and {sizes[1]:g} by {type(opt).__name__} can't be "
-                "compared; do the closures run backward passes of this model's loss?"
-            )
-        return (*sizes, losses, opt)  # type: ignore[return-value]
-
-    def rises(self, adaptive: bool, loss: float) -> list[Rise]:
-        """The rise of the loss for one ρ after the other, as long as it is modest."""
-        found: list[Rise] = []
-        batches = self.batches[:MOST_BATCHES]
-        for radius in RADII:
-            rho = radius * ADAPTIVE if adaptive else radius
-            self.say(f"rho {rho:g}")
-            sam = SAM(self.params, SGD, rho=rho, lr=0.0, adaptive=adaptive, reduce_grads=False)
-            sam.parts.reducer.model = self.model
-            random = RandomState(p.device for p in self.params)
-            rows = []
-            for closure in batches:
-                sam.step(self.cleared(closure))
-                rows.append((sam.stats.predicted_gap.item(), sam.stats.ascent_gap.item()))
-            random.restore()  # every ρ sees the same networks
-            found.append(Rise(rho, *(sum(column) / len(rows) for column in zip(*rows, strict=True))))
-            if not found[-1].is_modest(loss):
-                break
-        return found
-
-    def with_it(self, lr: float, rho: float, decay: float, most: float) -> float:
-        """The loss that as many steps come to with the suggestion; infinite if it was above ``most`` on the way.
-
-        A network may die in a leap, with a loss that is that of guessing again soon after. Curvatures are as old here
-        as they are in training: what leaps with old ones may not with new ones.
-        """
-        _write(self.start)
-        opt = self.make(lr, rho, decay)
-        opt.lazy_hessian = self.interval
-        losses = []
-        for number, closure in enumerate(islice(cycle(self.batches), self.steps)):
-            self.say(f"{type(opt).__name__}, step {number + 1} of {self.steps}")
-            try:
-                losses.append(self.stepped(opt, closure, ""))
-            except FloatingPointError:
-                return math.inf
-            if losses[-1] > most:
-                return math.inf
-        return _last_quarter(losses)
-
-    def stepped(self, opt: FusedOptimizer, closure: Closure, who: str) -> float:
-        """The loss of one step."""
-        loss = float(opt.step(self.cleared(closure)))  # type: ignore[arg-type]
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"suggest: the loss became {loss} in steps of {who}; give a smaller adamw_lr")
-        return loss
-
-    def cleared(self, closure: Closure) -> Closure:
-        """A closure that begins without gradients, whatever it zeroes."""
-
-        def run() -> Tensor | float:
-            for p in self.params:
-                p.grad = None
-            return closure()
-
-        return run
-
-    def say(self, what: str) -> None:
-        """Tells how far it is, on one line that is written again and again."""
-        if self.told:
-            print(f"\r{f'suggest: {what}' if what else '':<50}", end="" if what else "\r", file=sys.stderr, flush=True)
-
-
-def _denominators(opt: FusedOptimizer) -> tuple[Tensor, float]:
-    """All powers of the curvature that updates are divided by, but for what is unknown, and the eps added to them."""
-    found = []
-    for group in opt.param_groups:
-        for p in group["params"]:
-            entry = opt.state.get(p)
-            if entry and entry[BIAS2]:
-                d = curvature(entry)
-                known = d[~is_unknown(d)] / entry[BIAS2]
-                found.append(known.abs().pow(group["hessian_power"]).flatten().cpu())
-    return torch.cat(found), float(opt.param_groups[0]["eps"])
-
-
-def _is_lower(loss: float, before: float) -> bool:
-    """Whether a loss has not risen, but for noise."""
-    return loss <= before + MOST_RISE * abs(before)
-
-
-def _last_quarter(losses: list[float]) -> float:
-    """Its mean."""
-    last = losses[3 * len(losses) // 4 :]
-    return sum(last) / len(last)
-
-
-def _square_sum(tensor: Tensor) -> float:
-    return float(tensor.double().square().sum())
-
-
-def _float(param: Tensor) -> torch.dtype:
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
 def _short(number: float) -> str:
     return f"{number:.2g}"
+
+
+def _argument(option: tuple[str, Any]) -> str:
+    name, value = option
+    return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}"

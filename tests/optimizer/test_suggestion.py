@@ -14,6 +14,7 @@ from training import assert_same_bits, assert_same_state, closure_of, make_loss,
 
 import sassha_fast
 from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, AdaHessian, SophiaH, suggest
+from sassha_fast._measure.trial import Trial
 
 QUICK = {"steps": 8}
 
@@ -182,7 +183,7 @@ def test_a_loss_so_small_that_eps_rules_is_told():
     told = suggest(net, closures_of(net, 1e-8), eps=found.denominator / 100, **QUICK)
     assert told.eps_share < 0.1
     assert "is larger than the denominator" not in str(told)
-    assert f"eps={told.eps:.2g})" in told.line()
+    assert f"eps={told.eps:g})" in told.line()
 
 
 def test_rho_is_the_largest_whose_rise_is_predicted_and_modest():
@@ -199,7 +200,7 @@ def test_a_learning_rate_at_which_the_loss_rises_is_halved(monkeypatch):
     net = make_net()
     plain = suggest(net, closures_of(net), **QUICK)
     assert plain.halvings == 0
-    trial = sassha_fast.suggestion._Trial
+    trial = Trial
     take = trial.with_it
     monkeypatch.setattr(
         trial, "with_it", lambda self, lr, *rest: math.inf if lr > plain.lr / 3 else take(self, lr, *rest)
@@ -234,14 +235,100 @@ def test_a_learning_rate_that_adamw_can_not_train_with_is_told():
 
 def test_the_line_to_paste_runs():
     net = make_net()
-    for options in ({}, {"eps": 1e-3}):
+    for options in ({}, {"eps": 1e-3}, {"hessian_power": 1.0, "max_grad_norm": 0.5, "hvp": "finite_difference"}):
         found = suggest(net, closures_of(net), **QUICK, **options)
         namespace = {"SASSHA": SASSHA, "model": net}
-        exec(found.line(), namespace)
+        exec(str(found)[str(found).index("opt = ") :], namespace)
         group = namespace["opt"].param_groups[0]
         for name in ("lr", "rho", "weight_decay", "eps"):
             assert group[name] == pytest.approx(getattr(found, name), rel=0.05)
-        assert found.line() == str(found).splitlines()[-1]
+        for name, value in options.items():  # lr is of use with them alone
+            assert (group[name] if name in group else getattr(namespace["opt"], name)) == value
+
+
+def test_of_an_optimizer_the_line_says_what_to_change():
+    net = make_net()
+    decayed = {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1}
+    opt = SASSHA([decayed, {"params": [p for p in net.parameters() if p.dim() < 2]}], rho=0.05)
+    opt.attach(net)
+    line = suggest(opt, closures_of(net), **QUICK).line()
+    assert line.startswith("opt = SASSHA(..., lr=")
+    assert "model.parameters()" not in line
+
+
+def test_a_loss_that_hardly_falls_on_trial_is_told():
+    net = make_net()
+    x, y = torch.randn(64, 12), torch.randn(64, 3)
+
+    def closure():
+        loss = (net(x) - y).abs().mean()  # linear in pieces: its curvature says little
+        loss.backward()
+        return loss
+
+    found = suggest(net, closure, adamw_lr=0.01)
+    fell = found.first_loss - found.loss
+    assert fell < (found.first_loss - found.adamw_loss) / 3
+    assert "where AdamW's fell by" in str(found)
+    assert "where AdamW's fell by" not in str(suggest(net, closures_of(net), steps=16))
+
+
+def test_a_rise_that_is_predicted_but_large_beside_the_loss_is_no_lack_of_precision():
+    net = make_net()
+
+    def shifted(closure):
+        def run():
+            return closure() - start
+
+        return run
+
+    batches = closures_of(net)
+    start = batches[0]().item() - 1e-3
+    found = suggest(net, [shifted(batch) for batch in batches[:1]], **QUICK)
+    assert "choose rho yourself" in str(found)
+    assert "float32" not in str(found)
+
+
+def test_where_there_is_no_curvature_no_other_eps_is_advised():
+    net = nn.Linear(4, 1)
+    x = torch.randn(16, 4)
+
+    def closure():
+        loss = net(x).relu().mean()
+        loss.backward()
+        return loss
+
+    found = suggest(net, closure, **QUICK)
+    assert found.denominator == 0
+    assert "have no curvature" in str(found)
+    assert "Try eps" not in str(found)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_buffers_that_nobody_can_write_to_stay(inference):
+    net = make_net()
+    with torch.inference_mode(inference):
+        mask = torch.ones(1, 1) if inference else torch.ones(1, 1).expand(8, 8)
+    net.register_buffer("mask", mask)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    before = everything(net)
+    assert suggest(net, closures_of(net), **QUICK).lr > 0
+    assert_unchanged(net, before)
+    assert net.mask is mask
+
+
+def test_grad_mode_comes_back_from_an_interrupt_within_it():
+    net = make_net()
+
+    def closure():
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    before = everything(net)
+    with pytest.raises(KeyboardInterrupt):
+        suggest(net, closure, **QUICK)
+    assert torch.is_grad_enabled()
+    assert_unchanged(net, before)
 
 
 def test_products_without_a_graph_and_reduced_precision_work():
