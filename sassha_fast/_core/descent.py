@@ -57,6 +57,8 @@ class Preconditioned(Descent):
         update = _Update(step, plan, curvature, grad_scale, skip)
         if step.moved is not plan and not options.variant.x_in_state:
             step.come_back()  # other parameters had gradients in the first pass, or there was no ascent
+        if isinstance(skip, Tensor):  # now that nothing is left to be refused
+            stats.count_skipped(skip)
         plan.begin_step()
         step.pending = update
         update.finish()
@@ -323,8 +325,6 @@ def _limits(options: Options, stats: Stats, plan: Plan, amp: Amp) -> tuple[float
         if options.max_grad_norm is not None:
             # Rounded to float32, which hides the order of summation; see reference.ascent_scales.
             factor = torch.clamp(options.max_grad_norm / (norm + 1e-6), max=1.0).float().double() * unscale
-    if isinstance(skip, Tensor):
-        stats.count_skipped(skip)
     if isinstance(factor, Tensor) and factor.device.type == "cpu" and not options.capturable:
         factor = float(factor)
     return factor, skip

@@ -164,6 +164,19 @@ def test_skipped_steps_are_counted_on_the_device():
     assert opt.state[net[0].weight]["step"].item() == 2
 
 
+def test_a_step_that_is_refused_is_not_counted_as_skipped():
+    net = make_net()
+    opt = SASSHA(net.parameters(), lr=0.1, capturable=True, skip_nonfinite=True)
+    closure = closure_of(opt, make_loss(net))
+    opt.step(closure)
+    before = opt.stats.skipped_steps.clone()
+    net.double()  # which the state is not
+    loss = make_loss(net, torch.float64)
+    with pytest.raises(RuntimeError, match="changed its dtype"):
+        opt.step(closure_of(opt, lambda: loss() * torch.inf))
+    assert torch.equal(opt.stats.skipped_steps, before)
+
+
 def test_device_scalars_are_the_host_scalars_bit_for_bit():
     first = {"lr": 0.1, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-4, "hessian_power": 0.5}
     second = {"lr": 0.3, "betas": (0.85, 0.95), "weight_decay": 0.0, "eps": 1e-8, "hessian_power": 1.0}
