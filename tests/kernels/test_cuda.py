@@ -245,9 +245,12 @@ def test_one_operand_at_an_odd_address_is_enough_to_go_without_vectors(odd):
         sums = passes.gap_sums()
         passes.decompose(test_gap.SCALES)
         products = Products.signed(columns["products"])
-        found = passes.step(scalars_for(0.5, "signed"), cohorts_of(len(products.values)), products, SEED, DRAW)
+        cohorts = cohorts_of(len(products.values))
+        found = passes.step(scalars_for(0.5, "signed"), cohorts, products, SEED, DRAW)
+        skips = [row._replace(skip=1.0) for row in scalars_for(0.5, "ordinary")]
+        skipped = passes.step(skips, cohorts, None, SEED, DRAW)
         passes.momentum_ascent(test_x_in_state.SCALES, adaptive=False, seed=SEED, draw=test_x_in_state.NOISE)
-        results.append(([*chain.from_iterable(columns.values())], [sums, found.square_sums]))
+        results.append(([*chain.from_iterable(columns.values())], [sums, found.square_sums, skipped.square_sums]))
     (expected, expected_sums), (tensors, sums) = results
     assert_same_bits(tensors, expected)
     assert torch.allclose(torch.cat(sums), torch.cat(expected_sums), rtol=1e-12, atol=0)
