@@ -254,6 +254,7 @@ class Step:
         self._replayed = 0
         self._is_zeroed = False  # whether gradients were zeroed since the last of these passes
         self._next_values: dict[str, Any] = {}  # that schedules have for the groups
+        self._stats_before: dict[str, Tensor] | None = None  # numbers of the step before one that is captured
 
     # ---- questions ----------------------------------------------------------------------------------------------
 
@@ -537,8 +538,9 @@ class Step:
                 grads = params.detach_grads()
             plan.bind_grads(grads)
             self.parts.descent.update(self, plan, curvature, amp)
-            if self.is_captured:  # the next eager step drops these numbers, and a replay writes them
-                plan.constants.keep(self.parts.stats.tensors())
+            if self._stats_before is not None:
+                self.parts.stats.end_capture(self._stats_before)
+                plan.constants.keep([*self.parts.stats.tensors(), *self.parts.stats.replayed.values()])
         self.phase = Phase.ENDED
         self.pending = None  # which knows its step: together they would wait for the garbage collector
 
@@ -546,6 +548,8 @@ class Step:
         """Ends the step after an exception, if it is not over: undoes it, or finishes an update that has run."""
         if self.phase is Phase.ENDED:
             return
+        if self._stats_before is not None:
+            self.parts.stats.set_step(self._stats_before)  # whatever was captured has not happened
         self.is_undone = self.pending is None or not self.pending.has_run
         if self.is_undone:
             if self.phase is Phase.BEGUN and self._zeroes and self.moved is not None and self.moved.x_in_backup:
@@ -590,7 +594,8 @@ class Step:
         params, options = self.parts.params, self.parts.options
         if not params.all or not is_capturing(params.all[0].device):
             return
-        self.is_captured = True
+        if not self.is_captured:
+            self.is_captured, self._stats_before = True, self.parts.stats.of_step()
         name = f"{options.caller}.{caller}"
         if not self.parts.descent.has_curvature:
             raise RuntimeError(
