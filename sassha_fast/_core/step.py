@@ -179,6 +179,17 @@ def some_of(names: Sequence[str]) -> str | None:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
+def _scale_of(scaler: GradScaler) -> float | Tensor:
+    """The loss scale at hand of a scaler that has scaled a loss."""
+    scale = scaler._get_scale_async()
+    return scaler.get_scale() if scale is None else _kept(scale)
+
+
+def _kept(scale: Tensor) -> float | Tensor:
+    """A loss scale that its scaler may change. A device is not waited for: what it has stays there."""
+    return float(scale) if scale.device.type == "cpu" else scale.double()
+
+
 def _undone_on_error(method: Callable[Concatenate[Step, P], R]) -> Callable[Concatenate[Step, P], R]:
     """Ends the step if an exception leaves the method."""
 
@@ -476,7 +487,7 @@ class Step:
         self._knows_scaler = scaler is not None
         if scaler is not None and scaler.is_enabled():
             if found.products is not None:
-                found = replace(found, loss_scale=scaler.get_scale())
+                found = replace(found, loss_scale=_scale_of(scaler))
             used_here((self.parts.stats.square_sums, self.parts.stats.scales))  # which the quotients replace
             self.parts.stats.divide_by(scaler)
         self.curvature = found
@@ -494,7 +505,9 @@ class Step:
         found = self.curvature
         if found is None or found.products is None:
             return
-        known = found.loss_scale or (None if left is None else float(left))
+        known = found.loss_scale
+        if not isinstance(known, Tensor):
+            known = known or (None if left is None else _kept(left))
         if known is None:
             name = self.parts.options.caller
             raise RuntimeError(

@@ -22,7 +22,7 @@ from cases import (
 from sim import LIBRARY, OPS, ORDERS, SimPasses, thread_order
 from test_norm import expected_sums, sums_by
 from test_perturb import SCALES, expected_case, perturb_by
-from test_probe import DRAW, SEED, expected_probe, expected_signs
+from test_probe import DRAW, SEED, expected_probe, expected_signs, length
 from test_step import MODES, assert_stepped, cohorts_of, scalars_for, step_by
 from test_step import expected_case as expected_step
 from tolerances import PATIENCE
@@ -141,7 +141,7 @@ def test_signs_and_probes_have_the_same_bits_in_every_order_of_threads(case, dty
     weights = build(case, dtype).weights
     expected = expected_probe(weights, 0.013)
     with thread_order(order):
-        OPS.probe_(weights, indices_of(len(weights)), 0.013, SEED, DRAW)
+        OPS.probe_(weights, indices_of(len(weights)), length(0.013), SEED, DRAW)
         assert_same_bits(weights, expected)
         OPS.rademacher_(weights, indices_of(len(weights)), SEED, DRAW)
     assert_same_bits(weights, expected_signs(case, dtype))
