@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._parallel.reducer import Reducer
+from .._passes.accessors import used_here
 from .._passes.plan import Plan
 from .._passes.reference import Products
 from .._passes.shards import local
@@ -40,6 +41,7 @@ class Curvature:
     def unscaled(self, loss_scale: float | Tensor) -> Curvature:
         """Products of the loss itself."""
         scale, by = self.scale, loss_scale
+        used_here(factor for factor in (scale, by) if isinstance(factor, Tensor))
         # Tensors divide the same everywhere; of a number a GPU takes the reciprocal first.
         if isinstance(scale, Tensor):
             by = by.to(scale) if isinstance(by, Tensor) else torch.full_like(scale, by)
@@ -174,6 +176,7 @@ class Refresh:
         if probes is None:
             if self._weight_norm is None:  # due only since: somebody has dropped state
                 self._weight_norm = plan.weight_norm()
+            used_here((self._weight_norm,))  # of the ascent, which ran on another stream maybe
             probes = self.probes = FiniteDifferences(
                 plan,
                 self._params.take_grads(),

@@ -90,6 +90,8 @@ class _Update:
         n = len(self.states)
         refreshed = [False] * n if self.given is None else list(map(is_not, self.given.values, repeat(None)))
         self.steps, bias2 = list(map(itemgetter(STEP), self.states)), list(map(itemgetter(BIAS2), self.states))
+        if isinstance(curvature.scale, Tensor):
+            used_here((curvature.scale,))  # of a call on another stream, maybe, and dropped after this one
         request = Request(curvature.scale, grad_scale, skip, options.bias_correction, options.lazy_hessian)
         self.scalars: Scalars
         if options.capturable:

@@ -243,6 +243,7 @@ class FiniteDifferences:
 
     def _move(self, direction: float) -> None:
         sample, sign = self._offsets[self.done - 1]
+        used_here((self._h,))  # which the first probe made, on another stream maybe, as below
         self._plan.probe(self._h if direction == sign else -self._h, self._seed, self._draw + sample)
 
     def collect(self, grads: Grads) -> None:
@@ -275,6 +276,7 @@ class FiniteDifferences:
     @property
     def scale(self) -> float | Tensor:
         """The factor that makes of the products a mean over probes. On a device it stays there."""
+        used_here((self._h,))
         scale = (self._n_samples * (2.0 * self._h if self._central else self._h)).reciprocal()
         return scale.item() if scale.device.type == "cpu" else scale
 
