@@ -153,7 +153,9 @@ class Refresh:
         bare = [i for i in wanted if not grads[i].requires_grad]
         if not bare or len(bare) == len(wanted):
             return
-        names = [plan.names[i] for i in bare if bool(local(grads[i]).any())]
+        device = plan.params[bare[0]].device
+        is_there = torch.stack([local(grads[i]).any().to(device) for i in bare]).tolist()  # a device is asked once
+        names = [plan.names[i] for i, there in zip(bare, is_there, strict=True) if there]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RuntimeError(

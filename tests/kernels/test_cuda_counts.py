@@ -178,6 +178,22 @@ def test_relatives_and_options_wait_for_nothing_either(backend, method, options)
     assert many.launches == few.launches
 
 
+def test_gradients_without_a_graph_are_looked_at_together():
+    counted = Counted("cuda", FEW)
+    idle = [torch.nn.Parameter(torch.ones(5)) for _ in range(FEW)]
+    counted.opt.add_param_group({"params": idle})
+    backward(counted.params)
+    for p in idle:
+        p.grad = torch.zeros_like(p)
+    counted.opt.perturb_weights()
+    backward(counted.params, graph=True)
+    for p in idle:
+        p.grad = torch.zeros_like(p)
+    with vgpu.counting() as counts:
+        counted.opt.unperturb()
+    assert sum(n for kind, n in counts.copies.items() if kind.startswith("D2H")) == 1
+
+
 def test_tables_become_known_though_refreshes_unsettle_the_allocator():
     params = [torch.nn.Parameter(torch.full((33 + i % 7,), 1.0 + i)) for i in range(40)]
     opt = SASSHA(params, lr=1e-3, rho=0.05, lazy_hessian=10, backend="cuda")
