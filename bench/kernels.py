@@ -59,6 +59,7 @@ class Tensors:
         self.scalars = [step_scalars(GROUP, 5, 0.5, refresh=False, request=Request())]
         self.scales, self.gap_scales = torch.full((1,), 1e-6), torch.tensor([[0.1, 0.9]])
         self.draw = torch.zeros(1, dtype=torch.int64)
+        self.length = torch.tensor(1e-9, dtype=torch.float64)
         self.sums, self.gap = torch.empty(1, dtype=torch.float64), torch.empty(GAP_WORDS, dtype=torch.float64)
         self.tallies = torch.empty(n, TALLY_WORDS, dtype=torch.float64)
 
@@ -160,7 +161,7 @@ class Kernels(Tensors):
         self.climbing.rademacher(range(len(self.shapes)), 0, 0)
 
     def probe(self) -> None:
-        self.climbing.probe(1e-9, 0, 0)
+        self.climbing.probe(self.length, 0, 0)
 
 
 class TorchPasses(Tensors):
@@ -192,7 +193,7 @@ class TorchPasses(Tensors):
         self.passes.rademacher(range(len(self.shapes)), 0, 0)
 
     def probe(self) -> None:
-        self.passes.probe(1e-9, 0, 0)
+        self.passes.probe(self.length, 0, 0)
 
 
 class EagerPasses:

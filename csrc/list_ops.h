@@ -12,7 +12,7 @@ namespace sassha {
 
 inline void define_list_ops(torch::stable::detail::StableLibrary& m) {
   m.def("rademacher_(Tensor(a!)[] outs, int[] indices, int seed, int draw) -> ()");
-  m.def("probe_(Tensor(a!)[] params, int[] indices, float h, int seed, int draw) -> ()");
+  m.def("probe_(Tensor(a!)[] params, int[] indices, Tensor h, int seed, int draw) -> ()");
 }
 
 template <typename Device>
@@ -24,9 +24,10 @@ struct ListOps {
     Device::rademacher(Rows(rows, outs[0]), static_cast<uint64_t>(seed), static_cast<uint32_t>(draw));
   }
 
-  static void probe(Tensors params, Ints indices, double h, int64_t seed, int64_t draw) {
+  static void probe(Tensors params, Ints indices, Tensor h, int64_t seed, int64_t draw) {
     const std::vector<Row> rows = rows_of("sassha_probe", "params", params, indices);
-    Device::probe(Rows(rows, params[0]), h, static_cast<uint64_t>(seed), static_cast<uint32_t>(draw));
+    check_tensor("sassha_probe", "h", h, ScalarType::Double, {}, &params[0]);
+    Device::probe(Rows(rows, params[0]), data<const double>(h), static_cast<uint64_t>(seed), static_cast<uint32_t>(draw));
   }
 
   static void register_in(torch::stable::detail::StableLibrary& m) {

@@ -92,6 +92,8 @@ inline void define_table_ops(torch::stable::detail::StableLibrary& m) {
   m.def(
       "table_fill_unseen(Tensor table, Tensor sums, int seed=0, Tensor? state_draw=None, Tensor? chunks=None, "
       "int[] counts=[]) -> ()");
+  m.def("table_rademacher(Tensor table, int seed, int draw, Tensor? chunks=None, int[] counts=[]) -> ()");
+  m.def("table_probe(Tensor table, Tensor h, int seed, int draw, Tensor? chunks=None, int[] counts=[]) -> ()");
 }
 
 template <typename Device>
@@ -206,6 +208,22 @@ struct TableOps {
     Device::fill_unseen(Rows(call.op, table, chunks, counts), args);
   }
 
+  // Into the parameters' column. Signs are numbered by element of a row, so rows are in logical order.
+  static void rademacher(Tensor table, int64_t seed, int64_t draw, Optional chunks, Ints counts) {
+    const Call call("sassha_table_rademacher", table);
+    call.check_rows({kParam});
+    Device::rademacher(Rows(call.op, table, chunks, counts), static_cast<uint64_t>(seed), static_cast<uint32_t>(draw));
+  }
+
+  // h lies where the kernels run, as it is made of a norm that nobody waits for.
+  static void probe(Tensor table, Tensor h, int64_t seed, int64_t draw, Optional chunks, Ints counts) {
+    const Call call("sassha_table_probe", table);
+    call.check("h", h, ScalarType::Double, {});
+    call.check_rows({kParam});
+    Device::probe(Rows(call.op, table, chunks, counts), data<const double>(h), static_cast<uint64_t>(seed),
+                  static_cast<uint32_t>(draw));
+  }
+
   static void register_in(torch::stable::detail::StableLibrary& m) {
     m.impl("table_square_sums", TORCH_BOX(&TableOps::square_sums));
     m.impl("table_perturb", TORCH_BOX(&TableOps::perturb));
@@ -216,6 +234,8 @@ struct TableOps {
     m.impl("table_decompose", TORCH_BOX(&TableOps::decompose));
     m.impl("table_unseen_sums", TORCH_BOX(&TableOps::unseen_sums));
     m.impl("table_fill_unseen", TORCH_BOX(&TableOps::fill_unseen));
+    m.impl("table_rademacher", TORCH_BOX(&TableOps::rademacher));
+    m.impl("table_probe", TORCH_BOX(&TableOps::probe));
   }
 
  private:

@@ -249,8 +249,7 @@ class MSASSHA(FusedOptimizer):
         if step is not None and step.is_away:
             if closure:
                 self._refuse_probes("step")
-            self.take_products()
-            return
+            return  # it takes the products and writes over the probe, so nobody has to come back from that before
         self._momentum.recover(self.parts)
         changed = self._momentum.changed(self.parts)
         if changed is not None:

@@ -266,11 +266,11 @@ def root(value: Tensor) -> Tensor:
 # ---- step -------------------------------------------------------------------------------------------------------
 
 
-def probe(param: Tensor, h: float, index: int, seed: int, draw: int, numbers: Tensor | None = None) -> Tensor:
-    """x + h z, rounded to the parameter's dtype. ``numbers`` as for :func:`rademacher`."""
+def probe(param: Tensor, h: Tensor, index: int, seed: int, draw: int, numbers: Tensor | None = None) -> Tensor:
+    """x + h z, rounded to the parameter's dtype; h is a 0-d tensor. ``numbers`` as for :func:`rademacher`."""
     x = param.to(compute_dtype(param.dtype))
     z = rademacher(x, index, seed, draw, numbers=numbers)
-    return (x + torch.full((), h, dtype=x.dtype, device=x.device) * z).to(param.dtype)
+    return (x + h.to(x.dtype) * z).to(param.dtype)
 
 
 def finite_difference(probed: Tensor, grad: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from torch.amp import GradScaler
 
 __all__ = ["Stats"]
 
+OF_A_STEP = ("ascent_gap", "descent_norm", "square_sums", "scales")  # that an ordinary step replaces
+
 
 def _unknown() -> Tensor:
     return torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
@@ -56,6 +58,7 @@ class Stats:
         square_sums: Squared norm of the first gradient, per group (of |x|⊙g with ``adaptive``).
         scales: Length of ε over length of g, per group.
         late: Counts the last refresh, if that is still to be done.
+        replayed: Memory that all CUDA graphs write their numbers into, by name.
     """
 
     trace: Tensor = field(default_factory=_unknown)
@@ -69,6 +72,7 @@ class Stats:
     square_sums: Tensor = field(default_factory=_unknown)
     scales: Tensor = field(default_factory=_unknown)
     late: Callable[[], Any] | None = field(default=None, repr=False)
+    replayed: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def count_late(self) -> None:
         """Counts the last refresh, if that is still to be done; waits for the device then."""
@@ -83,7 +87,33 @@ class Stats:
     def __getstate__(self) -> dict[str, Any]:
         """For copies: what is to be counted is counted before."""
         self.count_late()
-        return {**vars(self), "late": None}
+        return {**vars(self), "late": None, "replayed": {}}
+
+    # ---- CUDA graphs --------------------------------------------------------------------------------------------
+
+    def of_step(self) -> dict[str, Tensor]:
+        """The numbers that an ordinary step replaces."""
+        return {name: getattr(self, name) for name in OF_A_STEP}
+
+    def end_capture(self, before: dict[str, Tensor]) -> None:
+        """Has a graph write the numbers of the step that was captured where all graphs write them.
+
+        Nothing has happened yet, so the numbers from before the step are put back.
+        """
+        for name, old in before.items():
+            new, there = getattr(self, name), self.replayed.get(name)
+            if new is old:
+                continue
+            if there is None or (there.shape, there.dtype, there.device) != (new.shape, new.dtype, new.device):
+                self.replayed[name] = new  # kept from now on, so that the graph uses its memory for nothing else
+            else:
+                there.copy_(new)
+        self.set_step(before)
+
+    def set_step(self, numbers: dict[str, Tensor]) -> None:
+        """Takes these numbers for those of the last step."""
+        for name, value in numbers.items():
+            setattr(self, name, value)
 
     @property
     def grad_norm(self) -> Tensor:

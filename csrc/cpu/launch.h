@@ -190,8 +190,8 @@ struct Cpu {
     for_each_piece(rows, kernels().rademacher, seed, draw);
   }
 
-  static void probe(const Rows& rows, double h, uint64_t seed, uint32_t draw) {
-    for_each_piece(rows, kernels().probe, seed, draw, h);
+  static void probe(const Rows& rows, const double* h, uint64_t seed, uint32_t draw) {
+    for_each_piece(rows, kernels().probe, seed, draw, *h);
   }
 
  private:

@@ -80,7 +80,7 @@ struct Cuda {
   static void unseen_sums(const DeviceRows& rows, const Tally* tallies, Unseen* sums);
   static void fill_unseen(const DeviceRows& rows, const FillArgs& args);
   static void rademacher(const DeviceRows& rows, uint64_t seed, uint32_t draw);
-  static void probe(const DeviceRows& rows, double h, uint64_t seed, uint32_t draw);
+  static void probe(const DeviceRows& rows, const double* h, uint64_t seed, uint32_t draw);
 };
 
 }  // namespace sassha::cuda

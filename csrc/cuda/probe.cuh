@@ -25,12 +25,12 @@ __global__ void __launch_bounds__(kThreads) rademacher_kernel(Table table, uint6
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, blocks_for(kPair))
-    probe_kernel(Table table, double h, uint64_t seed, uint32_t draw) {
+    probe_kernel(Table table, const double* h, uint64_t seed, uint32_t draw) {
   using C = Compute<T>;
   __shared__ uint32_t words[kSignWords];
   const Piece piece = piece_of(table);
   T* param = at<T>(piece.row.param, piece.begin);
-  const C length = static_cast<C>(h);
+  const C length = static_cast<C>(*h);
   draw_signs(words, {seed, static_cast<uint32_t>(piece.row.index), draw}, piece);
   for_each<kVector<T>, kPair>(
       extent_of<kVector<T>>(piece.size, aligned(piece.row.param)),

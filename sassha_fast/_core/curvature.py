@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from .._parallel.reducer import Reducer
+from .._passes.accessors import used_here
 from .._passes.plan import Plan
 from .._passes.reference import Products
 from .._passes.shards import local
+from ..reference import compute_dtype
 from ..stats import Stats
 from .options import Options
 from .params import Grads, Parameters
@@ -23,21 +26,28 @@ class Curvature:
 
     Attributes:
         products: By position among all parameters; None if the step is no refresh.
-        scale: Factor that makes of them means over the probes.
-        loss_scale: What the loss was multiplied by in the pass that gave them, if that is known.
+        scale: Factor that makes of them means over the probes; a 0-d tensor where only a device knows it.
+        loss_scale: What the loss was multiplied by in the pass that gave them, if that is known; a tensor likewise.
         coarse: Whether a product of exactly 0 only says that it was too small to be seen.
         seen: By position, of products of another batch than the gradients': elements that it has anything to tell of.
     """
 
     products: Products | None = None
-    scale: float = 1.0
-    loss_scale: float | None = None
+    scale: float | Tensor = 1.0
+    loss_scale: float | Tensor | None = None
     coarse: bool = False
     seen: Grads | None = None
 
-    def unscaled(self, loss_scale: float) -> Curvature:
+    def unscaled(self, loss_scale: float | Tensor) -> Curvature:
         """Products of the loss itself."""
-        return replace(self, scale=self.scale / loss_scale, loss_scale=None)
+        scale, by = self.scale, loss_scale
+        used_here(factor for factor in (scale, by) if isinstance(factor, Tensor))
+        # Tensors divide the same everywhere; of a number a GPU takes the reciprocal first.
+        if isinstance(scale, Tensor):
+            by = by.to(scale) if isinstance(by, Tensor) else torch.full_like(scale, by)
+        elif isinstance(by, Tensor):
+            scale = torch.full_like(by, scale, dtype=torch.float64)
+        return replace(self, scale=scale / by, loss_scale=None)
 
     def plus(self, other: Curvature) -> Curvature:
         """The sum of products of two micro-batches, where both have some."""
@@ -49,6 +59,12 @@ class Curvature:
         ]
         kinds = [max(pair) for pair in zip(self.products.kinds, other.products.kinds, strict=True)]
         return replace(other, products=Products(values, kinds), coarse=self.coarse or other.coarse)
+
+
+def _times(value: Tensor, scale: float | Tensor) -> Tensor:
+    """A product with a factor of another precision, rounded once."""
+    exact = compute_dtype(value.dtype)
+    return (value.to(exact) * torch.as_tensor(scale, dtype=exact, device=value.device)).to(value.dtype)
 
 
 class Refresh:
@@ -68,7 +84,7 @@ class Refresh:
         self.probes: FiniteDifferences | None = None
         self._params, self._options, self._stats, self._parallel = params, options, stats, parallel
         self._draw = clock * options.n_samples
-        self._weight_norm = 0.0  # ‖x‖ of the parameters that are probed
+        self._weight_norm: Tensor | None = None  # ‖x‖ of the parameters that are probed
 
     def missing(self, plan: Plan) -> list[bool]:
         """Which parameters need a product though no refresh is scheduled: they have no curvature yet.
@@ -137,7 +153,9 @@ class Refresh:
         bare = [i for i in wanted if not grads[i].requires_grad]
         if not bare or len(bare) == len(wanted):
             return
-        names = [plan.names[i] for i in bare if bool(local(grads[i]).any())]
+        device = plan.params[bare[0]].device
+        is_there = torch.stack([local(grads[i]).any().to(device) for i in bare]).tolist()  # a device is asked once
+        names = [plan.names[i] for i, there in zip(bare, is_there, strict=True) if there]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RuntimeError(
@@ -158,6 +176,9 @@ class Refresh:
         """Moves the weights to the next probe. Gradients at the present point are taken before."""
         options, probes = self._options, self.probes
         if probes is None:
+            if self._weight_norm is None:  # due only since: somebody has dropped state
+                self._weight_norm = plan.weight_norm()
+            used_here((self._weight_norm,))  # of the ascent, which ran on another stream maybe
             probes = self.probes = FiniteDifferences(
                 plan,
                 self._params.take_grads(),
@@ -200,7 +221,7 @@ class Refresh:
             products = Products(keep, products.kinds)
         scale = probes.scale
         if self._parallel:  # h depends on the parameters that took part, which may differ between processes
-            products = Products.signed([None if v is None else v * scale for v in products.values])
+            products = Products.signed([None if v is None else _times(v, scale) for v in products.values])
             scale = 1.0
         return Curvature(products.spread(plan.positions, len(params.all)), scale, coarse=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import is_not, itemgetter
 
@@ -92,6 +92,8 @@ class _Update:
         n = len(self.states)
         refreshed = [False] * n if self.given is None else list(map(is_not, self.given.values, repeat(None)))
         self.steps, bias2 = list(map(itemgetter(STEP), self.states)), list(map(itemgetter(BIAS2), self.states))
+        if isinstance(curvature.scale, Tensor):
+            used_here((curvature.scale,))  # of a call on another stream, maybe, and dropped after this one
         request = Request(curvature.scale, grad_scale, skip, options.bias_correction, options.lazy_hessian)
         self.scalars: Scalars
         if options.capturable:
@@ -134,20 +136,21 @@ class _Update:
             else:
                 self.next_steps = torch._foreach_add(self.steps, 1)
 
-    def _signed(self, products: Products, i: int, seed: int) -> Tensor | None:
-        """z⊙Hz of a parameter, if it has a product."""
-        value = products.values[i]
-        if value is None or products.kinds[i] == SIGNED_PRODUCT:
-            return value
-        return value * self.plan.rademacher([i], seed, self.draw)[0]
+    def _signed(self, products: Products, positions: Iterable[int], seed: int) -> dict[int, Tensor]:
+        """z⊙Hz of those parameters that have a product. The signs of all are drawn at once."""
+        found = {i: value for i in positions if (value := products.values[i]) is not None}
+        bare = [i for i in found if products.kinds[i] != SIGNED_PRODUCT]
+        if bare:
+            signs = self.plan.rademacher(bare, seed, self.draw)
+            found.update(zip(bare, torch._foreach_mul([found[i] for i in bare], signs), strict=True))
+        return found
 
     def _completed(self, products: Products, seen: Sequence[Tensor | None], options: Options) -> Products:
         """Products of another batch than the gradients', with what is known in place of what it did not show."""
         found, sample = Products(list(products.values), list(products.kinds)), options.variant.sample
-        for i, mask in enumerate(seen):
-            h = self._signed(products, i, options.seed)
-            if h is None or mask is None:
-                continue
+        masks = {i: mask for i, mask in enumerate(seen) if mask is not None}
+        for i, h in self._signed(products, masks, options.seed).items():
+            mask = masks[i]
             d, row = known_curvature(self.states[i]), self.scalars[self.cohorts[i]]
             d, s = local(d), reference.scalar_tensors(row, d.dtype, h.device)
             # The mean over a shard would depend on how the parameter is cut: there, what is unknown waits.
@@ -163,10 +166,8 @@ class _Update:
     def _averaged_over_filters(self, products: Products, seed: int) -> Products:
         """Products with those of convolutions replaced by means over their filters."""
         found = Products(list(products.values), list(products.kinds))
-        for i, param in enumerate(self.plan.params):
-            h = self._signed(products, i, seed) if param.dim() == 4 else None
-            if h is None:
-                continue
+        filters = [i for i, param in enumerate(self.plan.params) if param.dim() == 4]
+        for i, h in self._signed(products, filters, seed).items():
             if i not in self.tallies:
                 own = tally(h, self.scalars[self.cohorts[i]], self.grads[i], zero_is_seen=self.zero_is_seen)
                 unseen = is_unseen(h, self.grads[i], zero_is_seen=self.zero_is_seen)

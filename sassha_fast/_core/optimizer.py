@@ -551,7 +551,8 @@ class FusedOptimizer(Optimizer, Joinable):
     def replayed(self, steps: int = 1) -> None:
         """Tells the refresh clock that a CUDA graph of an ordinary step was replayed, which Python can't see.
 
-        After a refresh it takes over what that brought, as an eager step does: one that failed is due again.
+        After a refresh it takes over what that brought, as an eager step does: one that failed is due again. From then
+        on :attr:`stats` are those of the last step that was replayed.
 
         Args:
             steps: How many steps were replayed.
@@ -567,6 +568,7 @@ class FusedOptimizer(Optimizer, Joinable):
         clock = params.clock() + steps if retry is None else retry
         for entry in self.state.values():
             entry[HESSIAN_STEP] = clock
+        self.stats.set_step(self.stats.replayed)
 
     # ---- the model ----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, methodcaller
 
@@ -168,13 +168,16 @@ def probe_scale(elements: int) -> float:
     return float(2.0 ** round(math.log2(max(elements, 1)) / 2))
 
 
-def probe_length(weight_norm: float, elements: int) -> float:
+def probe_length(weight_norm: Tensor, elements: int) -> Tensor:
     """h such that ‖hz‖ is a hundredth of ‖x‖, one number for all parameters, rounded to float32.
 
-    A length per tensor would be another estimator. Weights of zero are probed by a hundredth.
+    A length per tensor would be another estimator. Weights of zero are probed by a hundredth. Everything stays where
+    the norm is, so that nobody waits for a device.
     """
-    h = 1e-2 * weight_norm / math.sqrt(max(elements, 1))
-    return torch.tensor(h, dtype=torch.float64, device="cpu").to(torch.float32).item() or 1e-2
+    # A tensor divides the same everywhere; a number is made a reciprocal first on a GPU.
+    length = torch.full_like(weight_norm, math.sqrt(max(elements, 1)))
+    h = (1e-2 * weight_norm / length).to(torch.float32).to(torch.float64)
+    return h.masked_fill(h == 0, 1e-2)
 
 
 class FiniteDifferences:
@@ -197,7 +200,7 @@ class FiniteDifferences:
         plan: Plan,
         second_pass: Grads,
         *,
-        h: float,
+        h: Tensor,
         n_samples: int,
         central: bool,
         seed: int,
@@ -209,7 +212,7 @@ class FiniteDifferences:
         Args:
             plan: The parameters that were perturbed; only these are probed.
             second_pass: ∇f(x+ε) by position among all parameters.
-            h: Length of a probe per element.
+            h: Length of a probe per element, a 0-d float64 tensor.
             n_samples: Probes to average over.
             central: Two gradients per probe, at x+ε+hz and x+ε−hz, and an error of second order in h.
             seed: Key of the probes.
@@ -240,7 +243,8 @@ class FiniteDifferences:
 
     def _move(self, direction: float) -> None:
         sample, sign = self._offsets[self.done - 1]
-        self._plan.probe(direction * sign * self._h, self._seed, self._draw + sample)
+        used_here((self._h,))  # which the first probe made, on another stream maybe, as below
+        self._plan.probe(self._h if direction == sign else -self._h, self._seed, self._draw + sample)
 
     def collect(self, grads: Grads) -> None:
         """Takes the gradients at the present probe. Parameters that have none there get no product."""
@@ -255,26 +259,26 @@ class FiniteDifferences:
         sample, sign = self._offsets[self.done - 1]
         if self._n_samples == 1 or (self._central and sign > 0):
             return
-        signs = self._plan.rademacher(self._plan.ranks, self._seed, self._draw + sample)
-        for i, z in enumerate(signs):
-            term = self._signed_difference(i, z)
-            if term is not None:
-                before = self._sums[i]
-                self._sums[i] = term if before is None else before + term
+        for i, term in self._signed_differences(self._plan.ranks, self._draw + sample):
+            before = self._sums[i]
+            self._sums[i] = term if before is None else before + term
         self._gradients.clear()
 
-    def _signed_difference(self, i: int, z: Tensor) -> Tensor | None:
-        """z⊙Hz of one parameter, times the distance of its two points, from the gradients collected last."""
-        base = self._gradients[-1][i] if self._central else self._base[i]
-        probed = self._gradients[-2 if self._central else -1][i]
-        if self._base[i] is None or base is None or probed is None:
-            return None
-        return finite_difference(probed, base) * z.to(compute_dtype(probed.dtype))
+    def _signed_differences(self, positions: Sequence[int], draw: int) -> Iterator[tuple[int, Tensor]]:
+        """z⊙Hz of those that have it, times the distance of their two points, from the gradients collected last."""
+        bases = self._gradients[-1] if self._central else self._base
+        probed = self._gradients[-2 if self._central else -1]
+        for i, z in zip(positions, self._plan.rademacher(positions, self._seed, draw), strict=True):
+            here, there = bases[i], probed[i]
+            if self._base[i] is not None and here is not None and there is not None:
+                yield i, finite_difference(there, here) * z.to(compute_dtype(there.dtype))
 
     @property
-    def scale(self) -> float:
-        """The factor that makes of the products a mean over probes."""
-        return 1.0 / (self._n_samples * (2.0 * self._h if self._central else self._h))
+    def scale(self) -> float | Tensor:
+        """The factor that makes of the products a mean over probes. On a device it stays there."""
+        used_here((self._h,))
+        scale = (self._n_samples * (2.0 * self._h if self._central else self._h)).reciprocal()
+        return scale.item() if scale.device.type == "cpu" else scale
 
     def products(self, *, fused: bool = True) -> Products:
         """What the update needs, of the plan's parameters. ``fused`` leaves differences to the update where it can:
@@ -282,14 +286,18 @@ class FiniteDifferences:
         """
         plan = self._plan
         found = Products([None] * len(plan.params), [SIGNED_PRODUCT] * len(plan.params))
+        totals, fused = self._sums, fused and self._n_samples == 1 and not self._central
+        if self._n_samples == 1:
+            totals = [None] * len(plan.params)
+            here = [i for i in plan.ranks if not (fused and plan.signs_in_registers[i]) and self._base[i] is not None]
+            for i, term in self._signed_differences(here, self._draw) if here else ():
+                totals[i] = term
         for i, p in enumerate(plan.params):
             if self._base[i] is None:
                 continue
-            total = self._sums[i]
-            if self._n_samples == 1 and fused and not self._central and plan.signs_in_registers[i]:
+            total = totals[i]
+            if fused and plan.signs_in_registers[i]:
                 found.values[i], found.kinds[i] = self._gradients[-1][i], PROBE_GRADIENT
-                continue
-            if self._n_samples == 1:
-                total = self._signed_difference(i, plan.rademacher([i], self._seed, self._draw)[0])
-            found.values[i] = None if total is None else total.to(p.dtype)
+            else:
+                found.values[i] = None if total is None else total.to(p.dtype)
         return found

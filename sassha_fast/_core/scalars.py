@@ -22,7 +22,7 @@ class Request:
         interval: Steps from one refresh to the next.
     """
 
-    product_scale: float = 1.0
+    product_scale: Scalar = 1.0
     grad_scale: Scalar = 1.0
     skip: Scalar = 0.0
     bias_correction: bool = True

@@ -179,6 +179,17 @@ def some_of(names: Sequence[str]) -> str | None:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
+def _scale_of(scaler: GradScaler) -> float | Tensor:
+    """The loss scale at hand of a scaler that has scaled a loss."""
+    scale = scaler._get_scale_async()
+    return scaler.get_scale() if scale is None else _kept(scale)
+
+
+def _kept(scale: Tensor) -> float | Tensor:
+    """A loss scale that its scaler may change. A device is not waited for: what it has stays there."""
+    return float(scale) if scale.device.type == "cpu" else scale.double()
+
+
 def _undone_on_error(method: Callable[Concatenate[Step, P], R]) -> Callable[Concatenate[Step, P], R]:
     """Ends the step if an exception leaves the method."""
 
@@ -254,6 +265,7 @@ class Step:
         self._replayed = 0
         self._is_zeroed = False  # whether gradients were zeroed since the last of these passes
         self._next_values: dict[str, Any] = {}  # that schedules have for the groups
+        self._stats_before: dict[str, Tensor] | None = None  # numbers of the step before one that is captured
 
     # ---- questions ----------------------------------------------------------------------------------------------
 
@@ -475,7 +487,7 @@ class Step:
         self._knows_scaler = scaler is not None
         if scaler is not None and scaler.is_enabled():
             if found.products is not None:
-                found = replace(found, loss_scale=scaler.get_scale())
+                found = replace(found, loss_scale=_scale_of(scaler))
             used_here((self.parts.stats.square_sums, self.parts.stats.scales))  # which the quotients replace
             self.parts.stats.divide_by(scaler)
         self.curvature = found
@@ -493,7 +505,9 @@ class Step:
         found = self.curvature
         if found is None or found.products is None:
             return
-        known = found.loss_scale or (None if left is None else float(left))
+        known = found.loss_scale
+        if not isinstance(known, Tensor):
+            known = known or (None if left is None else _kept(left))
         if known is None:
             name = self.parts.options.caller
             raise RuntimeError(
@@ -537,8 +551,9 @@ class Step:
                 grads = params.detach_grads()
             plan.bind_grads(grads)
             self.parts.descent.update(self, plan, curvature, amp)
-            if self.is_captured:  # the next eager step drops these numbers, and a replay writes them
-                plan.constants.keep(self.parts.stats.tensors())
+            if self._stats_before is not None:
+                self.parts.stats.end_capture(self._stats_before)
+                plan.constants.keep([*self.parts.stats.tensors(), *self.parts.stats.replayed.values()])
         self.phase = Phase.ENDED
         self.pending = None  # which knows its step: together they would wait for the garbage collector
 
@@ -546,6 +561,8 @@ class Step:
         """Ends the step after an exception, if it is not over: undoes it, or finishes an update that has run."""
         if self.phase is Phase.ENDED:
             return
+        if self._stats_before is not None:
+            self.parts.stats.set_step(self._stats_before)  # whatever was captured has not happened
         self.is_undone = self.pending is None or not self.pending.has_run
         if self.is_undone:
             if self.phase is Phase.BEGUN and self._zeroes and self.moved is not None and self.moved.x_in_backup:
@@ -590,7 +607,8 @@ class Step:
         params, options = self.parts.params, self.parts.options
         if not params.all or not is_capturing(params.all[0].device):
             return
-        self.is_captured = True
+        if not self.is_captured:
+            self.is_captured, self._stats_before = True, self.parts.stats.of_step()
         name = f"{options.caller}.{caller}"
         if not self.parts.descent.has_curvature:
             raise RuntimeError(

@@ -60,5 +60,6 @@ class CpuPasses(TablePasses):
         self.ops.rademacher_(outs, indices, seed, draw)
 
     @override
-    def add_signs(self, weights: list[Tensor], indices: list[int], h: float, seed: int, draw: int) -> None:
+    def add_signs(self, h: Tensor, seed: int, draw: int) -> None:
+        weights, indices = self.numbered_members()
         self.ops.probe_(weights, indices, h, seed, draw)

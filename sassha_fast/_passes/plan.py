@@ -6,7 +6,6 @@ C functions.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -344,19 +343,15 @@ class Plan:
         return others
 
     @ranged("probe")
-    def probe(self, h: float, seed: int, draw: int) -> None:
-        """Adds h·z to every parameter."""
+    def probe(self, h: Tensor, seed: int, draw: int) -> None:
+        """Adds h·z to every parameter; h is a 0-d float64 tensor."""
         self._begin_call()
-        for passes, _ in self.parts:
-            passes.probe(h, seed, draw)
+        for (passes, _), number in zip(self.parts, self.draws, strict=True):
+            passes.probe(h.to(number.device), seed, draw)
 
-    def weight_norm(self) -> float:
-        """‖x‖ over all parameters."""
-        parts = zip(self.parts, self.replicas, strict=True)
-        total = sum(passes.weight_square_sum() / replicas for (passes, _), replicas in parts)
-        if self.sharded:
-            total = float(self._over_shards(torch.tensor(total, dtype=torch.float64, device=self.draws[0].device)))
-        return math.sqrt(total)
+    def weight_norm(self) -> Tensor:
+        """‖x‖ over all parameters, on the first one's device."""
+        return self._total([passes.weight_square_sum() for passes, _ in self.parts]).sqrt()
 
     def rademacher(self, positions: Sequence[int], seed: int, draw: int) -> list[Tensor]:
         """Signs z for the parameters at ``positions``."""

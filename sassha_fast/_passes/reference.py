@@ -307,14 +307,14 @@ class Passes:
         weights, indices, numbers = self.members.weights, self.members.indices, self.members.numbers
         return [reference.rademacher(weights[i], indices[i], seed, draw, numbers=numbers(i)) for i in positions]
 
-    def probe(self, h: float, seed: int, draw: int) -> None:
-        """Adds h·z to every parameter."""
+    def probe(self, h: Tensor, seed: int, draw: int) -> None:
+        """Adds h·z to every parameter. h is a 0-d float64 tensor on their device."""
         for i, (weight, index) in enumerate(zip(self.members.weights, self.members.indices, strict=True)):
             weight.copy_(reference.probe(weight, h, index, seed, draw, self.members.numbers(i)))
 
-    def weight_square_sum(self) -> float:
+    def weight_square_sum(self) -> Tensor:
         """Σ x² over all members, in double."""
-        return sum(reference.square_sum(weight).item() for weight in self.updated)
+        return torch.stack([reference.square_sum(weight) for weight in self.updated]).sum()
 
     def signs_in_registers(self, position: int) -> bool:
         """Whether :meth:`step` can apply z itself to this member's product."""

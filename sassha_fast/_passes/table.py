@@ -19,7 +19,7 @@ from typing_extensions import override
 from ..formats import FULL, Format
 from ..variant import Sample
 from . import layout
-from .accessors import is_contiguous
+from .accessors import address, is_contiguous, numel
 from .layout import DeviceScalars, Scalars
 from .reference import Members, Passes, Products, Stepped, check_grads
 
@@ -27,6 +27,19 @@ from .reference import Members, Passes, Products, Stepped, check_grads
 def integers(values: Sequence[int]) -> Tensor:
     """A column of the table, in host memory whatever torch's default device is."""
     return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def sign_rows(outs: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
+    """A table of contiguous tensors alone, in the column of parameters, with as much as signs need of each."""
+    table = torch.zeros(len(outs), layout.ROW_WORDS, dtype=torch.int64, device="cpu")
+    for column, values in (
+        (layout.PARAM, map(address, outs)),
+        (layout.NUMEL, map(numel, outs)),
+        (layout.DTYPE, (layout.DTYPES[out.dtype] for out in outs)),
+        (layout.INDEX, indices),
+    ):
+        table[:, column] = integers(list(values))
+    return table
 
 
 def _has_order_of(tensor: Tensor, weight: Tensor) -> bool:
@@ -163,10 +176,10 @@ class TablePasses(Passes, ABC):
         return sums
 
     @override
-    def weight_square_sum(self) -> float:
+    def weight_square_sum(self) -> Tensor:
         sums = self.doubles(self.members.n_groups)
         self.launch("square_sums", sums, layout.PARAM if self.xs is None else layout.BACKUP, False)
-        return float(sums.sum())
+        return sums.sum()
 
     @override
     def perturb(
@@ -233,14 +246,17 @@ class TablePasses(Passes, ABC):
         return signs
 
     @override
-    def probe(self, h: float, seed: int, draw: int) -> None:
-        members = self.members
-        rows = [i for i, is_numbered in enumerate(self.numbered) if is_numbered]
-        if rows:
-            self.add_signs([self.weights[i] for i in rows], [members.indices[i] for i in rows], h, seed, draw)
-        if len(rows) < len(self.weights):
+    def probe(self, h: Tensor, seed: int, draw: int) -> None:
+        if any(self.numbered):
+            self.add_signs(h, seed, draw)
+        if not all(self.numbered):
             others = [i for i, is_numbered in enumerate(self.numbered) if not is_numbered]
-            Passes(members.take(others)).probe(h, seed, draw)
+            Passes(self.members.take(others)).probe(h, seed, draw)
+
+    def numbered_members(self) -> tuple[list[Tensor], list[int]]:
+        """Members whose elements the kernels can number, and the position of each among all parameters."""
+        rows = [i for i, is_numbered in enumerate(self.numbered) if is_numbered]
+        return [self.weights[i] for i in rows], [self.members.indices[i] for i in rows]
 
     @override
     def signs_in_registers(self, position: int) -> bool:
@@ -324,8 +340,8 @@ class TablePasses(Passes, ABC):
         """Writes signs into contiguous tensors."""
 
     @abstractmethod
-    def add_signs(self, weights: list[Tensor], indices: list[int], h: float, seed: int, draw: int) -> None:
-        """Adds h·z to contiguous tensors: the members that are numbered."""
+    def add_signs(self, h: Tensor, seed: int, draw: int) -> None:
+        """Adds h·z to the members that are numbered."""
 
 
 def common_power(scalars: Scalars) -> float | None:

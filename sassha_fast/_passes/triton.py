@@ -17,7 +17,7 @@ from . import layout
 from .accessors import address, dtype, is_contiguous, is_neg, numel
 from .layout import DeviceScalars, Scalars
 from .reference import Members
-from .table import TablePasses, integers
+from .table import TablePasses, integers, sign_rows
 from .triton_launch import Chunks, Launcher
 from .upload import Mirrors, Uploader
 
@@ -289,21 +289,15 @@ class TritonPasses(TablePasses):
         if self.sign_chunks is None or self.sign_chunks[0] != sizes:
             numels, kinds = [n for n, _ in sizes], [kind for _, kind in sizes]
             self.sign_chunks = sizes, Chunks(numels, kinds, [0] * len(outs), 1, self.uploader)
-        rows = torch.zeros(len(outs), layout.ROW_WORDS, dtype=torch.int64, device="cpu")
-        rows[:, layout.PARAM] = integers([out.data_ptr() for out in outs])
-        rows[:, layout.NUMEL] = integers([n for n, _ in sizes])
-        rows[:, layout.INDEX] = integers(indices)
-        table = self.uploader.upload(rows)
+        table = self.uploader.upload(sign_rows(outs, indices))
         for kind, chunks in self.sign_chunks[1].launches:
             self.launcher(probe.rademacher, len(chunks), table, chunks, seed, draw, T=KERNEL_DTYPES[kind])
 
     @override
-    def add_signs(self, weights: list[Tensor], indices: list[int], h: float, seed: int, draw: int) -> None:
-        del weights, indices  # which are rows of the table
+    def add_signs(self, h: Tensor, seed: int, draw: int) -> None:
         table = self.device_table()
-        length = self.uploader.upload(torch.tensor([h], dtype=torch.float64, device="cpu"))
         for kind, chunks in self.numbered_chunks.launches:
-            self.launcher(probe.probe, len(chunks), table, chunks, length, seed, draw, T=KERNEL_DTYPES[kind])
+            self.launcher(probe.probe, len(chunks), table, chunks, h, seed, draw, T=KERNEL_DTYPES[kind])
 
 
 def _same_order(tensor: Tensor, weight: Tensor) -> bool:

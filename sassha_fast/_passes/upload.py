@@ -8,14 +8,17 @@ as long as the plan that it belongs to, and the optimizer keeps such plans for g
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-KEPT_TABLES = 32  # on the device: those that the steps from one refresh to the next take in turn,
+# On the device. After a refresh torch's allocator takes some steps to settle, and goes other ways than the last time: a
+# run with 40 tensors and refreshes ten steps apart knows most places of gradients after 180 tables.
+KEPT_TABLES = 256
 FEWEST_TABLES, KEPT_BYTES = 8, 16 << 20  # but of large models fewer, unless that is less than one step takes
 KEPT_CONSTANTS = 64  # a learning rate that changes at every step must not fill the device
 RESERVED_TABLES = 64  # that captures may upload before an eager step sets more memory aside
@@ -114,12 +117,14 @@ class _Mirror:
 
     Attributes:
         content: The table it was copied from.
+        digest: By which to look for it.
         there: The copy.
         used: When it was used last.
         frozen: Whether a CUDA graph reads the copy, which then is kept for good.
     """
 
     content: Tensor
+    digest: int
     there: Tensor
     used: int = 0
     frozen: bool = False
@@ -138,7 +143,8 @@ class Mirrors:
     def __init__(self, device: torch.device) -> None:
         """Makes no copy yet."""
         self._uploader = Uploader(device)
-        self._kept: list[_Mirror] = []
+        self._kept: dict[int, list[_Mirror]] = {}  # by digest
+        self._weights = torch.empty(0, dtype=torch.int64, device="cpu")  # of the numbers of a table in its digest
         self._last: _Mirror | None = None
         self._next: dict[int, _Mirror] = {}  # by id of a mirror the one that was used after it, last time
         self._captured: _Mirror | None = None  # of the call at hand, within a capture
@@ -152,11 +158,11 @@ class Mirrors:
 
     def __len__(self) -> int:
         """Copies that are kept."""
-        return len(self._kept)
+        return sum(map(len, self._kept.values()))
 
     def kept(self) -> list[Tensor]:
         """Memory of all copies."""
-        return [*(mirror.there for mirror in self._kept), *(self._room or ())]
+        return [*(mirror.there for mirror in self._all()), *(self._room or ())]
 
     def begin(self) -> None:
         """A call of the optimizer begins: it may be in another capture than the last one, or in none."""
@@ -184,7 +190,18 @@ class Mirrors:
         for guess in (self._last, self._next.get(id(self._last))):
             if guess is not None and torch.equal(guess.content, table):
                 return guess
-        return next((mirror for mirror in self._kept if torch.equal(mirror.content, table)), None)
+        same = self._kept.get(self._digest(table), ())
+        return next((mirror for mirror in same if torch.equal(mirror.content, table)), None)
+
+    def _all(self) -> Iterable[_Mirror]:
+        return chain.from_iterable(self._kept.values())
+
+    def _digest(self, table: Tensor) -> int:
+        """A number that few other tables have, also if only their addresses have changed places."""
+        numbers = table.view(-1)
+        if self._weights.shape != numbers.shape:
+            self._weights = torch.arange(1, 2 * numbers.numel(), 2, device="cpu")
+        return int(torch.dot(numbers, self._weights))
 
     def _upload(self, table: Tensor) -> _Mirror:
         size = table.numel() * table.element_size()
@@ -194,19 +211,21 @@ class Mirrors:
             count = max(FEWEST_TABLES, min(KEPT_TABLES, KEPT_BYTES // max(size, 1)))
             self._room = list(torch.empty((count, *table.shape), dtype=table.dtype, device=self._uploader.device))
         if not self._room:
-            free = [mirror for mirror in self._kept if not mirror.frozen]
+            free = [mirror for mirror in self._all() if not mirror.frozen]
             if free:
                 oldest = min(free, key=lambda mirror: mirror.used)
-                self._kept = [mirror for mirror in self._kept if mirror is not oldest]
+                same = self._kept.pop(oldest.digest)
+                if len(same) > 1:
+                    self._kept[oldest.digest] = [mirror for mirror in same if mirror is not oldest]
                 self._last, self._next = None, {}
                 self._room.append(oldest.there)
         mirror = self._copied(table, self._room.pop() if self._room else None)
-        self._kept.append(mirror)
+        self._kept.setdefault(mirror.digest, []).append(mirror)
         return mirror
 
     def _copied(self, table: Tensor, there: Tensor | None = None) -> _Mirror:
         content = table.clone()
-        return _Mirror(content, self._uploader.upload(content, there))
+        return _Mirror(content, self._digest(table), self._uploader.upload(content, there))
 
 
 # ---- constants --------------------------------------------------------------------------------------------------

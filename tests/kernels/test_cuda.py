@@ -1,7 +1,7 @@
 """The CUDA kernels, run by the simulator in several orders of threads."""
 
 import subprocess
-from itertools import chain
+from itertools import chain, permutations
 
 import pytest
 import test_gap
@@ -22,7 +22,7 @@ from cases import (
 from sim import LIBRARY, OPS, ORDERS, SimPasses, thread_order
 from test_norm import expected_sums, sums_by
 from test_perturb import SCALES, expected_case, perturb_by
-from test_probe import DRAW, SEED, expected_probe, expected_signs
+from test_probe import DRAW, SEED, expected_probe, expected_signs, length
 from test_step import MODES, assert_stepped, cohorts_of, scalars_for, step_by
 from test_step import expected_case as expected_step
 from tolerances import PATIENCE
@@ -32,7 +32,7 @@ from training import assert_same_state, make_loss, make_net, snapshot, state_of,
 from sassha_fast import SASSHA, backends
 from sassha_fast._passes import upload
 from sassha_fast._passes.cpu import CpuPasses
-from sassha_fast._passes.layout import PROBE_GRADIENT, ROW_WORDS, SIGNED_PRODUCT, StepScalars
+from sassha_fast._passes.layout import GRAD, PROBE_GRADIENT, ROW_WORDS, SIGNED_PRODUCT, StepScalars
 from sassha_fast._passes.reference import Passes, Products
 from sassha_fast._passes.table import common_power
 from sassha_fast._passes.upload import KEPT_TABLES, Mirrors
@@ -141,7 +141,7 @@ def test_signs_and_probes_have_the_same_bits_in_every_order_of_threads(case, dty
     weights = build(case, dtype).weights
     expected = expected_probe(weights, 0.013)
     with thread_order(order):
-        OPS.probe_(weights, indices_of(len(weights)), 0.013, SEED, DRAW)
+        OPS.probe_(weights, indices_of(len(weights)), length(0.013), SEED, DRAW)
         assert_same_bits(weights, expected)
         OPS.rademacher_(weights, indices_of(len(weights)), SEED, DRAW)
     assert_same_bits(weights, expected_signs(case, dtype))
@@ -421,6 +421,24 @@ def test_mirrors_hold_what_they_were_asked_for_and_captured_ones_keep_it(monkeyp
     assert torch.equal(frozen, tables[0])
     assert mirrors.find(tables[0]) is frozen
     assert len(mirrors) == KEPT_TABLES  # with the one that stays
+
+
+def test_a_table_is_told_from_one_whose_addresses_changed_places_and_found_again():
+    mirrors, tables = Mirrors(torch.device("cpu")), []
+    for order in permutations(range(5)):
+        table = torch.zeros(5, ROW_WORDS, dtype=torch.int64)
+        table[:, GRAD] = (torch.tensor(order) << 9) + (127 << 50)
+        tables.append(table)
+    for table in (*tables, *tables[::2], *tables[1::2]):
+        assert torch.equal(mirrors.find(table), table)
+    assert mirrors.uploads == len(mirrors) == len(tables)
+
+
+def test_a_table_that_is_given_up_leaves_nothing_behind():
+    mirrors = Mirrors(torch.device("cpu"))
+    for i in range(3 * KEPT_TABLES):
+        mirrors.find(torch.full((2, ROW_WORDS), i))
+    assert len(mirrors) == len(mirrors._kept) == KEPT_TABLES
 
 
 def test_what_a_capture_copies_is_found_by_its_own_call_alone(monkeypatch):

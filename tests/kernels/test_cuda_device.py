@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -83,6 +83,36 @@ def test_no_step_waits_for_the_device(backend, method, capturable):
         watched_step(opt, loss)
         torch.cuda.synchronize()
     assert opt.stats.refreshes == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"hvp": "finite_difference"}], ids=["exact", "differences"])
+@pytest.mark.parametrize("tell", [True, False], ids=["told", "found"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_capturable_step_with_a_loss_scale_waits_for_the_device(backend, tell, options):
+    found = []
+    for name in (backend, "reference"):
+        net = make_net()
+        opt = SASSHA(net.parameters(), **OPTIONS, lazy_hessian=2, backend=name, capturable=True, **options)
+        loss, scaler = make_loss(net), torch.amp.GradScaler("cuda", init_scale=1024.0)
+        for number in range(6):
+            watched = no_waiting if number > 2 and name == backend else nullcontext
+            scaler.scale(loss()).backward()
+            with watched():
+                opt.perturb_weights()
+            scaler.scale(loss()).backward(create_graph=opt.hessian_due and opt.hvp == "exact")
+            for _ in range(opt.probes_due):
+                with watched():
+                    opt.probe_weights()
+                scaler.scale(loss()).backward()
+            with watched():
+                opt.unperturb(scaler=scaler if tell else None)
+                scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            torch.cuda.synchronize()  # so that what a refresh brought is there when the next update asks
+        assert opt.stats.refreshes == 3
+        found.append(snapshot(net))
+    assert_same_bits(*found)
 
 
 ASYNC = "backend:cudaMallocAsync"

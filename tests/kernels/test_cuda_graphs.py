@@ -349,6 +349,37 @@ def test_a_capture_changes_nothing_that_x_plus_eps_is_derived_from(backend, repl
     assert_same_bits(snapshot(copied[0]), snapshot(eager))
 
 
+def seen(opt):
+    """What the last step saw."""
+    stats = opt.stats
+    return [stats.grad_norm, stats.predicted_gap, stats.scales, stats.descent_norm, stats.trace, stats.negative_share]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stats_are_those_of_the_last_step_whichever_graph_it_was_of(backend, method):
+    rates = [torch.tensor(0.03), torch.tensor(0.3)]
+    _, opt, loss = prepared(method, backend, max_grad_norm=0.1)
+    _, other, other_loss = prepared(method, backend, max_grad_norm=0.1)
+    before, graphs = [number.clone() for number in seen(other)], []
+    for rate, steps in ((rates[0], 1), (rates[1], 1), (rates[0], 2)):
+        other.param_groups[0]["lr"] = rate
+        graphs.append((captured(other, other_loss, steps), rate, steps))
+    assert_same_bits(seen(other), before)  # nothing has happened yet
+    for choice in (0, 1, None, 0, 2, 1):
+        graph, rate, steps = (None, rates[0], 1) if choice is None else graphs[choice]
+        for each in (opt, other):
+            each.param_groups[0]["lr"] = rate
+        for _ in range(steps):
+            body(opt, loss)
+        if graph is None:
+            body(other, other_loss)
+        else:
+            graph.replay()
+            other.replayed(steps)
+        assert_same_bits(seen(other), seen(opt))
+
+
 class Interrupted(Exception):
     """By the user, within a capture."""
 

@@ -43,6 +43,6 @@ def test_perturb_and_restore_reach_the_last_element():
 @pytest.mark.usefixtures("all_threads")
 def test_probe_reaches_the_last_element(native_ops):
     weight = torch.ones(COUNT, dtype=torch.float16)
-    native_ops.probe_([weight], [1], 0.5, 9, 2)
+    native_ops.probe_([weight], [1], torch.tensor(0.5, dtype=torch.float64), 9, 2)
     z = reference.rademacher(weight[-TAIL:], 1, 9, 2, first=COUNT - TAIL)
     assert_same_bits(weight[-TAIL:], 1.0 + 0.5 * z)

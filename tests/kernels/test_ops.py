@@ -26,7 +26,8 @@ def some(dtype=torch.float32):
 
 def arguments(dtype=torch.float32):
     """Valid arguments of the operators on lists."""
-    return {"rademacher_": [some(dtype), [1, 2, 3], 4, 5], "probe_": [some(dtype), [1, 2, 3], 0.1, 4, 5]}
+    h = torch.tensor(0.1, dtype=torch.float64)
+    return {"rademacher_": [some(dtype), [1, 2, 3], 4, 5], "probe_": [some(dtype), [1, 2, 3], h, 4, 5]}
 
 
 LISTS = {"rademacher_": "outs", "probe_": "params"}
@@ -143,7 +144,8 @@ for case in CASES:
             digest("norm", [test_norm.sums_by("native", lists.weights, lists.grads, flag)])
             test_perturb.perturb_by("native", lists.weights, lists.grads, test_perturb.SCALES, flag)
             digest("perturb", lists.weights)
-        torch.ops.sassha_fast.probe_(lists.weights, list(range(len(lists.weights))), 0.1, 2, 3)
+        h = torch.tensor(0.1, dtype=torch.float64)
+        torch.ops.sassha_fast.probe_(lists.weights, list(range(len(lists.weights))), h, 2, 3)
         digest("probe", lists.weights)
         torch.ops.sassha_fast.rademacher_(lists.weights, list(range(len(lists.weights))), 2, 3)
         digest("rademacher", lists.weights)

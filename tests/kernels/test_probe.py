@@ -28,6 +28,10 @@ SEED, DRAW = 2**35 + 3, 21
 ROW_MAJOR = [(case, dtype) for case, dtype in PAIRS if case.row_major]
 
 
+def length(h):
+    return torch.tensor(h, dtype=torch.float64)
+
+
 def expected_probe(weights, h, seed=SEED, draw=DRAW):
     out = []
     for weight, index in zip(weights, indices_of(len(weights)), strict=True):
@@ -51,7 +55,7 @@ def expected_signs(case, dtype):
 def test_probe_adds_h_times_the_reference_signs(case, dtype, h):
     weights = build(case, dtype).weights
     expected = expected_probe(weights, h)
-    OPS.probe_(weights, indices_of(len(weights)), h, SEED, DRAW)
+    OPS.probe_(weights, indices_of(len(weights)), length(h), SEED, DRAW)
     assert_same_bits(weights, expected)
 
 
@@ -60,7 +64,7 @@ def test_probe_rounds_every_bit_pattern_like_torch(dtype):
     weights = [torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)]
     for h in (1e-7, 0.4, 3e4):
         moved = clones(weights)
-        OPS.probe_(moved, indices_of(1), h, SEED, DRAW)
+        OPS.probe_(moved, indices_of(1), length(h), SEED, DRAW)
         assert_same_bits(moved, expected_probe(weights, h))
 
 
@@ -71,7 +75,7 @@ def test_probe_does_not_depend_on_thread_count(dtype, restore_threads):
     for threads in (1, 2):
         torch.set_num_threads(threads)
         weights = build(BY_NAME["sizes"], dtype).weights
-        OPS.probe_(weights, indices_of(len(weights)), 0.1, SEED, DRAW)
+        OPS.probe_(weights, indices_of(len(weights)), length(0.1), SEED, DRAW)
         results.append(weights)
     assert_same_bits(results[1], results[0])
 
@@ -79,7 +83,7 @@ def test_probe_does_not_depend_on_thread_count(dtype, restore_threads):
 def test_probe_rounds_its_length_to_float32_once():
     h = 1.0 + 2.0**-24 + 2.0**-40
     weights = [torch.zeros(300)]
-    OPS.probe_(weights, [0], h, SEED, DRAW)
+    OPS.probe_(weights, [0], length(h), SEED, DRAW)
     assert_same_bits(weights[0].abs(), torch.full((300,), 1.0 + 2.0**-23))
 
 
@@ -96,7 +100,7 @@ def test_passes_number_signs_by_logical_element(case, dtype, runner):
 def test_passes_probe_in_every_layout(case, dtype, runner):
     weights = build(case, dtype).weights
     expected = expected_probe(weights, 0.1 + 2.0**-40)
-    passes_over(runner, members_of(weights)).probe(0.1 + 2.0**-40, SEED, DRAW)
+    passes_over(runner, members_of(weights)).probe(length(0.1 + 2.0**-40), SEED, DRAW)
     assert_same_bits(weights, expected)
 
 

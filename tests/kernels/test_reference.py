@@ -232,7 +232,7 @@ def test_every_public_function_is_there_to_be_tested():
 
 def test_finite_difference_is_taken_over_a_probe_of_length_h():
     assert reference.finite_difference(torch.tensor([3.0]), torch.tensor([2.0])).item() == 1.0
-    assert reference.probe(torch.zeros(200), 0.5, 1, 2, 3).abs().unique().item() == 0.5
+    assert reference.probe(torch.zeros(200), torch.tensor(0.5), 1, 2, 3).abs().unique().item() == 0.5
 
 
 @pytest.mark.parametrize(("sample", "wanted"), [(Sample.ABS, (3.0, 3.5)), (Sample.SQUARE, (3.0**0.5, 3.5**0.5))])

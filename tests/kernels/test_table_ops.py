@@ -68,6 +68,8 @@ def call(library, name):
         "decompose": {"scales": torch.rand(N_GROUPS, 2)},
         "unseen_sums": {"tallies": filled(ROWS, tables.TALLY_WORDS), "sums": filled(ROWS, tables.UNSEEN_WORDS)},
         "fill_unseen": {"sums": filled(ROWS, tables.UNSEEN_WORDS)},
+        "rademacher": {"seed": 1, "draw": 2},
+        "probe": {"h": torch.tensor(0.1, dtype=torch.float64), "seed": 1, "draw": 2},
     }[name]
     if library != "cpu":
         chunks, counts = LIBRARIES[library].table_chunks(table)
@@ -76,7 +78,7 @@ def call(library, name):
 
 
 NAMES = ("square_sums", "perturb", "restore", "step", "momentum_ascent", "gap_sums", "decompose")
-NAMES += ("unseen_sums", "fill_unseen")
+NAMES += ("unseen_sums", "fill_unseen", "rademacher", "probe")
 BOTH = [(library, name) for library in LIBRARIES for name in NAMES]
 # Sizes that may be any number: of rows, groups or cohorts.
 FREE = {("square_sums", "sums"), ("perturb", "scales"), ("momentum_ascent", "scales"), ("step", "squares")}
@@ -87,7 +89,7 @@ def mistakes(made, argument):
     value = made.args[argument]
     yield "dtype", value.to(torch.float16 if value.is_floating_point() else torch.int16)
     yield "dimensions", value[None]
-    if (made.name, argument) not in FREE:
+    if value.dim() and (made.name, argument) not in FREE:
         yield "width", torch.cat((value, value), dim=-1)
     if value.numel() > 1:
         yield "strides", torch.stack((value, value), dim=-1)[..., 0]
@@ -137,6 +139,8 @@ READ = {
     "decompose": (tables.GRAD, tables.FIRST),
     "unseen_sums": (tables.GRAD, tables.HESSIAN),
     "fill_unseen": (tables.GRAD, tables.HESSIAN),
+    "rademacher": (tables.PARAM,),
+    "probe": (tables.PARAM,),
 }
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import DEVICE
 from sim import SimPasses
 from test_amp import overflowing, scaled_calls, scaled_closure
 from torch.amp import GradScaler
@@ -20,12 +21,12 @@ STEPS = 4
 BAD_CALL = 4  # of the loss: the pass at x + ε of the second step, which is an ordinary one
 
 
-@pytest.fixture(params=["cuda_sim", "triton"])
+@pytest.fixture(params=["cuda_sim" if DEVICE == "cpu" else "cuda", "triton"])
 def backend(request, monkeypatch):
-    """Backends of GPUs: the simulator of CUDA is one that an optimizer can be built with."""
+    """Backends of GPUs: on a CPU the simulator of CUDA is one that an optimizer can be built with."""
     if request.param == "triton":
         pytest.importorskip("triton")
-    else:
+    elif request.param == "cuda_sim":
         made = backends.Backend("cuda_sim", "the CUDA kernels on the CPU", lambda: SimPasses, lambda device: None)
         monkeypatch.setitem(backends._REGISTRY, "cuda_sim", made)
     return request.param
@@ -43,7 +44,7 @@ def trained(setting, backend, way=by_closure, kind=SASSHA, bad_call=None, **opti
     opt = kind(net.parameters(), backend=backend, **OPTIONS, **stored, **options)
     loss = make_loss(net, dtype)
     loss = loss if bad_call is None else overflowing(loss, bad_call)
-    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler = GradScaler(DEVICE, init_scale=1024.0)
     for _ in range(STEPS):
         way(opt, loss, scaler)
     return snapshot(net), state_of(opt), opt

@@ -321,7 +321,7 @@ class MixedPasses:
         for passes, at in self.parts:
             passes.fill_unseen(sums[at].contiguous())
 
-    def weight_square_sum(self) -> float:
+    def weight_square_sum(self) -> Tensor:
         return sum(passes.weight_square_sum() for passes, _ in self.parts)
 
     @property
