@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from .. import reference
 from .._passes.accessors import used_here
-from .._passes.layout import SIGNED_PRODUCT, DeviceScalars, Scalars, StepScalars
+from .._passes.layout import PROBE_GRADIENT, SIGNED_PRODUCT, DeviceScalars, Scalars, StepScalars
 from .._passes.plan import Plan
 from .._passes.reference import Products, tally
 from .._passes.shards import local
@@ -236,7 +236,7 @@ class _Update:
         if self.coarse and tallies.device.type == "cpu":
             ask = self._all_rounded  # which is asked of few
         elif self.coarse:
-            flags = [tallies.new_zeros(()) if v is None else self._is_rounded(v) for v in values]
+            flags = [tallies.new_zeros(()) if v is None else self._is_rounded(i) for i, v in enumerate(values)]
             rounded = torch.stack(flags).to(tallies)
         rows = torch.stack((tallies[:, 2], unseen, rounded), dim=1)
         self._write_stats(tallies, skip)
@@ -297,12 +297,19 @@ class _Update:
     def _all_rounded(self, i: int) -> bool:
         """Whether products of a parameter without a finite element were lost to rounding."""
         assert self.given is not None
-        value = self.given.values[i]
-        return value is not None and bool(self._is_rounded(value))
+        return self.given.values[i] is not None and bool(self._is_rounded(i))
 
-    def _is_rounded(self, value: Tensor) -> Tensor:
+    def _is_rounded(self, i: int) -> Tensor:
         """The same on the device. Shards have to agree, so they say yes."""
-        return torch.ones((), device=value.device) if self.plan.sharded else value.isfinite().all()
+        assert self.given is not None
+        value = self.given.values[i]
+        assert value is not None
+        if self.plan.sharded:
+            return torch.ones((), device=value.device)
+        finite = value.isfinite().all()
+        if self.given.kinds[i] == PROBE_GRADIENT:  # the product is the difference of two gradients
+            finite = finite & self.grads[i].isfinite().all()
+        return finite
 
 
 def _limits(options: Options, stats: Stats, plan: Plan, amp: Amp) -> tuple[float | Tensor, float | Tensor]:

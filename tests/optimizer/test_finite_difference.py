@@ -163,6 +163,23 @@ def test_a_probe_without_a_backward_pass_is_named_after_the_weights_are_back():
     assert_same_bits([p.grad for p in net.parameters()], second)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_that_overflowed_is_no_product_that_was_lost_to_rounding(backend):
+    net = make_net()
+    opt = SASSHA(net.parameters(), lr=0.1, rho=0.05, hvp="finite_difference", backend=backend)
+    base, calls = make_loss(net), 0
+
+    def loss():
+        nonlocal calls
+        calls += 1
+        return base() * (torch.inf if calls == 2 else 1.0)  # at x + ε; the probe's gradient is finite
+
+    opt.step(closure_of(opt, loss))
+    assert opt.stats.skipped_refreshes == 1
+    assert all(entry["bias_correction2"] == 0 for entry in opt.state.values())
+    assert opt.hessian_due
+
+
 def test_the_upstream_point_is_refused():
     with pytest.raises(ValueError, match="has no hvp_point='upstream'"):
         SASSHA(make_net().parameters(), hvp="finite_difference", hvp_point="upstream")

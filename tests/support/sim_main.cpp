@@ -148,7 +148,8 @@ void run(const Lists& rows) {
     Cuda::gap_sums(rows, sums.gap.data());
     Cuda::decompose(rows, gap_scales.data());
   }
-  Cuda::probe(rows, 0.1, 3, 4);
+  const double length = 0.1;
+  Cuda::probe(rows, &length, 3, 4);
   Sample sample = kMagnitude;
   for (const double power : {0.5, 1.0, 0.7}) {
     usual.power = skipped.power = power;
