@@ -10,21 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._core.gap import decomposes
 from .._core.optimizer import FusedOptimizer
 from ..checks import as_number, shown
 from ..variant import Ascent
 
-__all__ = ["check_shares", "check_use", "first_rows", "least_rows", "taken_share"]
+__all__ = ["check_use", "checked_share", "first_rows", "least_rows", "taken_share"]
 
 
-def check_shares(ascent_share: float | None, hessian_share: float | None, *, caller: str) -> None:
-    """Raises ValueError unless each is None or a fraction."""
-    for name, share in (("ascent_share", ascent_share), ("hessian_share", hessian_share)):
-        number = as_number(share)
-        if share is not None and (number is None or not 0.0 < number <= 1.0):
-            raise ValueError(
-                f"{caller}: {name} is {shown(share)}, expected a fraction of the batch above 0 and up to 1, such as 1/4"
-            )
+def checked_share(name: str, share: Any, *, caller: str) -> float | None:
+    """A share as a plain number, None if there is none. Raises ValueError unless it is a fraction."""
+    if share is None:
+        return None
+    number = as_number(share)  # a tensor of one too, which rounds to no number of rows
+    if number is None or not 0.0 < number <= 1.0:
+        raise ValueError(
+            f"{caller}: {name} is {shown(share)}, expected a fraction of the batch above 0 and up to 1, such as 1/4"
+        )
+    return number
 
 
 def check_use(opt: FusedOptimizer, ascent_share: float | None, hessian_share: float | None, *, caller: str) -> None:
@@ -33,6 +36,11 @@ def check_use(opt: FusedOptimizer, ascent_share: float | None, hessian_share: fl
     if ascent_share is not None and opt.variant.ascent is not Ascent.GRADIENT:
         raise ValueError(
             f"{caller}: ascent_share is for the pass of an ascent, which {name} does without; leave it out"
+        )
+    if ascent_share is not None and decomposes(opt.parts.params, opt.parts.options):
+        raise ValueError(
+            f"{caller}: ascent_share gives the ascent another batch than the descent, which {name} with alpha above 0 "
+            "makes of the gradients of both passes; leave ascent_share out, or set alpha to 0"
         )
     if hessian_share is not None and not opt.parts.descent.has_curvature:
         raise ValueError(
