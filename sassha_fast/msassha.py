@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -125,8 +124,7 @@ class MSASSHA(FusedOptimizer):
             self._momentum.show_x(self.parts)
             self._set_evaluating(True)
         except BaseException:  # an interrupt: all stays as it was
-            self._set_evaluating(False)
-            self._momentum.derive(self.parts)
+            self._derive()
             raise
 
     @no_grad
@@ -136,18 +134,22 @@ class MSASSHA(FusedOptimizer):
             return
         self._refuse_probes("train")
         self._momentum.adopt(self.parts)
-        self._set_evaluating(False)  # first: with x + ε in the parameters, adopting them again would lose x
         try:
-            self._momentum.derive(self.parts)
+            self._derive()
         except BaseException:  # an interrupt: x is known, so the way leads on, unless a parameter no longer fits it
             self._derive_or_stay()
             raise
+
+    def _derive(self) -> None:
+        """Writes x + ε into the parameters. What they hold is no longer x, whatever an interrupt leaves in them."""
+        self._set_evaluating(False)  # first: with x + ε in the parameters, adopting them again would lose x
+        self._momentum.derive(self.parts)
         self._momentum.watch(self.parts)
 
     def _derive_or_stay(self) -> None:
         """Writes x + ε into the parameters, or leaves x in all of them."""
         try:
-            self._momentum.derive(self.parts)
+            self._derive()
         except BaseException:
             self._momentum.put_back(self.parts)
             self._set_evaluating(True)
@@ -157,12 +159,20 @@ class MSASSHA(FusedOptimizer):
     def true_weights(self) -> Iterator[None]:
         """The true weights x within, x + ε again afterwards, if that is what there was before."""
         before = self.evaluating
-        self.eval()
         try:
-            yield
-        finally:
-            if not before:
-                self.train()
+            try:
+                self.eval()
+                yield
+            finally:
+                self._go_back(before)
+        except BaseException:  # maybe an interrupt, which has kept the weights from coming back
+            self._go_back(before)
+            raise
+
+    def _go_back(self, evaluating: bool) -> None:
+        """Writes x + ε into the parameters, unless they held x before."""
+        if not evaluating:
+            self.train()
 
     def move_back_from_momentumAscent(self) -> None:
         """The authors' name of :meth:`eval`."""
@@ -263,11 +273,8 @@ class MSASSHA(FusedOptimizer):
         """The state of the optimizer, as in ``torch.optim``. It has x, whatever the parameters hold."""
         if self.evaluating:
             self._momentum.adopt(self.parts)
-        kept, self.state = self.state, defaultdict(dict, {p: _plain(entry) for p, entry in self.state.items()})
-        try:
+        with self._state_as({p: _plain(entry) for p, entry in self.state.items()}):
             return super().state_dict()
-        finally:
-            self.state = kept
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -284,18 +291,22 @@ class MSASSHA(FusedOptimizer):
         self._momentum.recover(self.parts)
         # Parameters whose state the checkpoint does not have keep their x, or what somebody has loaded over x + ε.
         shown = [] if self.evaluating else self._momentum.untouched(self.parts)
-        if shown:
-            self._momentum.show_x(self.parts, shown)
+        before = self.state
         try:
-            self._take_checkpoint(state_dict, lazy_hessian)
-        except BaseException:
             if shown:
+                self._momentum.show_x(self.parts, shown)
+            super()._load(from_upstream_momentum(state_dict, self.param_groups, lazy_hessian))
+            self._show_loaded()
+        except BaseException:  # the parameters follow whichever state there is
+            if self.state is not before:
+                self._show_loaded()
+            elif shown:
                 self._momentum.derive(self.parts, shown)
                 self._momentum.watch(self.parts, shown)
             raise
 
-    def _take_checkpoint(self, state_dict: dict[str, Any], lazy_hessian: int) -> None:
-        super()._load(from_upstream_momentum(state_dict, self.param_groups, lazy_hessian))
+    def _show_loaded(self) -> None:
+        """Writes x or x + ε of a checkpoint into the parameters, as its groups say."""
         if self.evaluating:
             self._momentum.show_x(self.parts)
         else:

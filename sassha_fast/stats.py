@@ -53,7 +53,7 @@ class Stats:
         refreshes: Refreshes that succeeded.
         partial_refreshes: Those among them in which some products were not finite, or lost to rounding.
         skipped_steps: Steps left out because their gradients had overflowed; a tensor with ``capturable``.
-        skipped_refreshes: Refreshes in which no product was finite, or that had no graph.
+        skipped_refreshes: Refreshes without a finite product, without a graph, or from a batch that showed nothing.
         descent_norm: Norm of the gradient at x + ε before clipping, where ``max_grad_norm`` or a check asked for it.
         square_sums: Squared norm of the first gradient, per group (of |x|⊙g with ``adaptive``).
         scales: Length of ε over length of g, per group.

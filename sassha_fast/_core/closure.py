@@ -279,6 +279,8 @@ def _in_order(
     _warn_of_sums(params, before, options.caller)
     probes = not options.exact and step.hessian_due  # which need a way back, if of an ascent of length 0
     if (ascends or probes) and (options.perturb_sync or not step.is_shadow):  # without data there is no own ascent
+        if not (step.parallel and options.perturb_sync):  # else those of other processes may do
+            _check_gradients(step, "ascent_closure" if ascends and closures.ascent is not None else "closure")
         step.climb(zero_grad=ascends)
     if loss is None:  # the first pass of the batch whose BatchNorm statistics are to be kept
         random.restore()
@@ -357,6 +359,15 @@ def _replayed(
     return within(contexts, lambda: _pass(step, closure, differentiate=differentiate, send=send, is_descent=is_descent))
 
 
+def _check_gradients(step: Step, name: str) -> None:
+    """Raises if a pass has left no gradients. ``name`` is the argument of ``step`` that it has called."""
+    if not step.parts.params.have_grads():
+        raise RuntimeError(
+            f"{step.parts.options.caller}.step: no parameter has a gradient after {name}; call loss.backward() in it, "
+            "for a loss of the model whose parameters the optimizer has"
+        )
+
+
 def _probe(step: Step, closure: Closure | Accumulated, random: RandomState) -> None:
     """Runs a closure at every probe that is due."""
     for _ in range(step.probes_due):
@@ -369,11 +380,8 @@ def _products_of(step: Step, closure: Closure | Accumulated, random: RandomState
     params = step.parts.params
     kept = params.take_grads()
     _replayed(step, closure, random, differentiate=step.parts.options.exact)
-    if not params.have_grads() and not step.parallel:
-        raise RuntimeError(
-            f"{step.parts.options.caller}.step: no parameter has a gradient after hessian_closure; call "
-            "loss.backward() in it, for a loss of the model whose parameters the optimizer has"
-        )
+    if not step.parallel:
+        _check_gradients(step, "hessian_closure")
     if step.parts.options.exact:
         found = step.curvature  # of several micro-batches
         if found is None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from .. import reference
 from .._passes.accessors import used_here
-from .._passes.layout import PROBE_GRADIENT, SIGNED_PRODUCT, DeviceScalars, Scalars, StepScalars
+from .._passes.layout import PROBE_GRADIENT, SIGNED_PRODUCT, TALLY_WORDS, DeviceScalars, Scalars, StepScalars
 from .._passes.plan import Plan
 from .._passes.reference import Products, tally
 from .._passes.shards import local
@@ -112,11 +112,14 @@ class _Update:
             self.grads = [p.grad for p in plan.params if p.grad is not None]
             if plan.sharded:
                 self.grads = list(map(local, self.grads))
-        # Of products before they were averaged over filters, by position: their tally, and elements not seen.
+        # Of products before they were completed or averaged, by position: their tally, and elements not seen.
         self.tallies: dict[int, tuple[Tensor, Tensor]] = {}
+        self.shown: Tensor | None = None  # whether another batch has shown anything of any parameter
         products = self.given
         if products is not None and curvature.seen is not None and not self.zero_is_seen:
-            products = self._completed(products, [curvature.seen[i] for i in plan.positions], options)
+            seen = [curvature.seen[i] for i in plan.positions]
+            self.shown = self._has_shown(seen)
+            products = self._completed(products, seen, self.shown, options)
         if products is not None and options.variant.by_filter:
             products = self._averaged_over_filters(products, options.seed)
         if products is not None and curvature.coarse:
@@ -145,8 +148,22 @@ class _Update:
             found.update(zip(bare, torch._foreach_mul([found[i] for i in bare], signs), strict=True))
         return found
 
-    def _completed(self, products: Products, seen: Sequence[Tensor | None], options: Options) -> Products:
-        """Products of another batch than the gradients', with what is known in place of what it did not show."""
+    def _has_shown(self, seen: Sequence[Tensor | None]) -> Tensor:
+        """Whether a batch had anything to tell of any parameter, in any shard."""
+        rows = torch.zeros(len(seen), 1, dtype=torch.float64, device=self.plan.params[0].device)
+        for i, mask in enumerate(seen):
+            if mask is not None:
+                rows[i] = mask.any()
+        return self.plan.over_shards(rows).sum() > 0
+
+    def _completed(
+        self, products: Products, seen: Sequence[Tensor | None], shown: Tensor, options: Options
+    ) -> Products:
+        """Products of another batch than the gradients', with what is known in place of what it did not show.
+
+        A batch that showed nothing at all, as one without rows, is no refresh. Its products are NaN then, as if they
+        were lost: D keeps its weight, and the refresh is due again.
+        """
         found, sample = Products(list(products.values), list(products.kinds)), options.variant.sample
         masks = {i: mask for i, mask in enumerate(seen) if mask is not None}
         for i, h in self._signed(products, masks, options.seed).items():
@@ -158,6 +175,7 @@ class _Update:
             if not self.plan.sharded:
                 mean = reference.mean_sample(h.to(d.dtype), mask, s, sample)
             whole = reference.completed(d, h, self.grads[i], mask, s, sample, mean)
+            whole = whole.masked_fill_(~shown.to(whole.device), torch.nan)
             found.values[i], found.kinds[i] = torch.empty_like(h).copy_(whole), SIGNED_PRODUCT
             own = tally(h, row, mask.to(h.dtype), zero_is_seen=False)
             self.tallies[i] = own, (~mask & torch.isfinite(whole)).sum(dtype=torch.float64)
@@ -230,8 +248,13 @@ class _Update:
         values, plan, stats = self.given.values, self.plan, self.step.parts.stats
         skip = self.skip.to(tallies.device) if isinstance(self.skip, Tensor) else tallies.new_zeros(())
         unseen = self._fill_unseen(tallies, skip)
-        for i, (own, left_out) in self.tallies.items():
-            tallies[i], unseen[i] = own, left_out
+        if self.tallies:
+            rows = torch.zeros(len(values), TALLY_WORDS + 1, dtype=torch.float64, device=tallies.device)
+            for i, (own, left_out) in self.tallies.items():
+                rows[i, :TALLY_WORDS], rows[i, TALLY_WORDS] = own, left_out
+            rows = plan.over_shards(rows)
+            for i in self.tallies:
+                tallies[i], unseen[i] = rows[i, :TALLY_WORDS], rows[i, TALLY_WORDS]
         rounded, ask = torch.zeros_like(unseen), None
         if self.coarse and tallies.device.type == "cpu":
             ask = self._all_rounded  # which is asked of few
@@ -304,12 +327,12 @@ class _Update:
         assert self.given is not None
         value = self.given.values[i]
         assert value is not None
-        if self.plan.sharded:
-            return torch.ones((), device=value.device)
-        finite = value.isfinite().all()
-        if self.given.kinds[i] == PROBE_GRADIENT:  # the product is the difference of two gradients
-            finite = finite & self.grads[i].isfinite().all()
-        return finite
+        finite = value.new_ones((), dtype=torch.bool)
+        if not self.plan.sharded:
+            finite = value.isfinite().all()
+            if self.given.kinds[i] == PROBE_GRADIENT:  # the product is the difference of two gradients
+                finite = finite & self.grads[i].isfinite().all()
+        return finite if self.shown is None else finite & self.shown.to(value.device)  # nothing was, if none were taken
 
 
 def _limits(options: Options, stats: Stats, plan: Plan, amp: Amp) -> tuple[float | Tensor, float | Tensor]:

@@ -677,12 +677,22 @@ class FusedOptimizer(Optimizer, Joinable):
             return super().state_dict()
         # Groups of a scale lie within a shard. Hooks of state_dict see what is saved.
         saved = full_entry if any(map(is_sharded, self._parts.params.all)) else saved_entry
-        entries = {p: saved(entry) if is_compact(entry) else entry for p, entry in self.state.items()}
-        kept, self.state = self.state, defaultdict(dict, entries)
-        try:
+        with self._state_as({p: saved(entry) if is_compact(entry) else entry for p, entry in self.state.items()}):
             return super().state_dict()
-        finally:
+
+    @contextmanager
+    def _state_as(self, entries: dict[Tensor, dict[str, Any]]) -> Iterator[None]:
+        """Other state within, for torch to save. No step could go on with it, so an interrupt does not leave it."""
+        kept = self.state
+        try:
+            try:
+                self.state = defaultdict(dict, entries)
+                yield
+            finally:
+                self.state = kept
+        except BaseException:  # maybe an interrupt in the line before
             self.state = kept
+            raise
 
     def full_state_dict(self) -> dict[str, Any]:
         """:meth:`state_dict` with m and D in float32, whatever ``state_bits`` is: for other tools, and to look at.

@@ -433,6 +433,13 @@ class Plan:
     def _rows(self, rows: Sequence[Tensor]) -> Tensor:
         """Those of all parts and shards, in the order of the parameters."""
         combined = torch.empty(len(self.params), rows[0].shape[1], dtype=torch.float64, device=self.draws[0].device)
-        for (_, positions), part, replicas in zip(self.parts, rows, self.replicas, strict=True):
-            combined[positions] = part.to(combined.device) / replicas
-        return self._over_shards(combined)
+        for (_, positions), part in zip(self.parts, rows, strict=True):
+            combined[positions] = part.to(combined.device)
+        return self.over_shards(combined)
+
+    def over_shards(self, rows: Tensor) -> Tensor:
+        """Numbers of every parameter, summed over its shards. Takes the memory of ``rows``, if there are any."""
+        if self.sharded:
+            for (_, positions), replicas in zip(self.parts, self.replicas, strict=True):
+                rows[positions] /= replicas
+        return self._over_shards(rows)

@@ -14,7 +14,7 @@ from transformers import Trainer
 from .._core.optimizer import FusedOptimizer
 from ..msassha import MSASSHA
 from .replay import Replay, TrueWeights, numbers
-from .shares import check_shares, check_use, first_rows, least_rows, taken_share
+from .shares import check_use, checked_share, first_rows, least_rows, taken_share
 
 __all__ = ["SasshaMixin", "SasshaTrainer"]
 
@@ -49,8 +49,9 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
         self, *args: Any, ascent_share: float | None = None, hessian_share: float | None = None, **kwargs: Any
     ) -> None:
         """Checks the shares; see the class."""
-        check_shares(ascent_share, hessian_share, caller=type(self).__name__)
-        self.ascent_share, self.hessian_share = ascent_share, hessian_share
+        name = type(self).__name__
+        self.ascent_share = checked_share("ascent_share", ascent_share, caller=name)
+        self.hessian_share = checked_share("hessian_share", hessian_share, caller=name)
         super().__init__(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:

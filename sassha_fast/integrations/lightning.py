@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from .._core.optimizer import FusedOptimizer
 from ..msassha import MSASSHA
 from .replay import Replay, TrueWeights, numbers
-from .shares import check_shares, check_use, first_rows, least_rows
+from .shares import check_use, checked_share, first_rows, least_rows
 
 __all__ = ["SasshaCallback"]
 
@@ -39,7 +39,7 @@ class SasshaCallback(Callback):  # type: ignore[misc]
     - M-SASSHA's true weights are what is validated, saved, averaged and left at the end.
     - Loggers get ``opt.stats`` under ``sassha/``.
 
-    With manual optimization the loop is yours, and only the last two remain.
+    With manual optimization the loop is yours, and only the last two remain. Shares are refused then.
 
     Args:
         log_stats: Whether loggers get the statistics, every ``log_every_n_steps`` steps.
@@ -52,8 +52,9 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         self, *, log_stats: bool = True, ascent_share: float | None = None, hessian_share: float | None = None
     ) -> None:
         """Connects nothing yet."""
-        check_shares(ascent_share, hessian_share, caller="SasshaCallback")
-        self.log_stats, self.ascent_share, self.hessian_share = log_stats, ascent_share, hessian_share
+        self.log_stats = log_stats
+        self.ascent_share = checked_share("ascent_share", ascent_share, caller="SasshaCallback")
+        self.hessian_share = checked_share("hessian_share", hessian_share, caller="SasshaCallback")
         self._opts: list[FusedOptimizer] = []
         self._replay: Replay | None = None
         self._handles: list[Any] = []
@@ -81,6 +82,12 @@ class SasshaCallback(Callback):  # type: ignore[misc]
             self._replay = Replay(self._opts[0], self.ascent_share, self.hessian_share)
             self._module = pl_module
             self._handles.append(self._opts[0].register_step_pre_hook(self._before_step))
+        elif self.ascent_share is not None or self.hessian_share is not None:
+            raise ValueError(
+                f"SasshaCallback: shares of batches are for passes that Lightning runs, and {type(pl_module).__name__} "
+                "has automatic_optimization=False; leave ascent_share and hessian_share out, and pass "
+                "ascent_closure= and hessian_closure= to opt.step"
+            )
         self._averaged = any(isinstance(opt, MSASSHA) for opt in self._opts) and _averages(trainer, self)
         for opt in self._opts:
             if isinstance(opt, MSASSHA):  # before attach(), whose hook warns of perturbed weights

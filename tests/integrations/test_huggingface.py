@@ -121,6 +121,8 @@ def test_shares_that_can_not_be_are_refused(tmp_path):
         SasshaTrainer(make_gpt(), arguments(tmp_path), ascent_share=2)
     with pytest.raises(ValueError, match="SasshaTrainer: ascent_share is for the pass of an ascent, which MSASSHA"):
         trainer_of("m_sassha_exact", tmp_path, 1, kind=partial(SasshaTrainer, ascent_share=1 / 2)).train()
+    share = SasshaTrainer(make_gpt(), arguments(tmp_path), ascent_share=torch.tensor(0.5)).ascent_share
+    assert (type(share), share) == (float, 0.5)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it

@@ -24,7 +24,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from small_gpt import BATCH, METHODS, Passes, make_batches, make_gpt, make_sequences, plain_loop
 from torchmetrics import MeanMetric
 
-from sassha_fast import MSASSHA, SAM, SASSHA
+from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA
 from sassha_fast.integrations.lightning import SasshaCallback
 
 pytestmark = [
@@ -222,6 +222,23 @@ def test_shares_that_can_not_be_are_refused():
     options = {"base_optimizer": torch.optim.SGD, "lr": 0.1}
     with pytest.raises(ValueError, match="hessian_share is for products of the Hessian, which SAM does without"):
         fit(GPT(SAM, options), 1, callbacks=[SasshaCallback(hessian_share=1 / 4)])
+    with pytest.raises(ValueError, match=r"^SasshaCallback: ascent_share gives .* which GSASSHA with alpha above 0"):
+        fit(GPT(GSASSHA, {"lr": 0.1}), 1, callbacks=[SasshaCallback(ascent_share=1 / 4)])
+
+
+@pytest.mark.parametrize("share", [{"ascent_share": 1 / 4}, {"hessian_share": 1 / 4}], ids=str)
+def test_shares_are_refused_where_the_passes_are_not_those_of_lightning(share):
+    module = GPT(*METHODS["sassha_exact"])
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="GPT has automatic_optimization=False; leave ascent_share and hessian_share"):
+        fit(module, 1, callbacks=[SasshaCallback(**share)])
+
+
+def test_a_share_may_be_a_tensor_of_one_number():
+    nets = [GPT(*METHODS["sassha_exact"]) for _ in range(2)]
+    for module, share in zip(nets, (1 / 4, torch.tensor(1 / 4)), strict=True):
+        fit(module, 2, callbacks=[SasshaCallback(ascent_share=share, hessian_share=share)])
+    assert_same_bits(snapshot(nets[1]), snapshot(nets[0]))
 
 
 def test_all_passes_of_an_exact_refresh_use_the_same_attention():

@@ -120,3 +120,88 @@ def test_what_can_not_be_cut_is_named():
         first_rows(pack_sequence([torch.zeros(3), torch.zeros(2)]), 1 / 2, caller="test")
     with pytest.raises(ValueError, match="tensors of 0 rows"):
         first_rows(rows(0), 1 / 2, caller="test")
+
+
+def sequences(n=8, time=12):
+    return [torch.randn(time, 4) for _ in range(n)]
+
+
+def zipped(*rows):
+    return tuple(zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        zipped(*[(x, i % 3) for i, x in enumerate(sequences())]),
+        zipped(*[(x, torch.tensor(1)) for x in sequences()]),
+        zipped(*[(x, "cat") for x in sequences()]),
+        zipped(*[(x, x[:, 0].long()) for x in sequences()]),
+        {"x": sequences(), "y": [0] * 8},
+        {"x": sequences(), "tags": [x[:, 0].long() for x in sequences()]},
+        [{"ids": torch.arange(12), "mask": torch.ones(12)} for _ in range(8)],
+        [{"x": x, "y": 1} for x in sequences()],
+        [(x, 1) for x in sequences()],
+        [Pair(x, 1) for x in sequences()],
+        ([x[:1] for x in sequences()], [{"label": torch.tensor([1])} for _ in range(8)]),
+        zipped((sequences(1)[0], 1)),
+        [{"x": sequences(1)[0], "y": 1}],
+    ],
+    ids=[
+        "sequences and numbers",
+        "sequences and scalars",
+        "sequences and text",
+        "sequences and tags",
+        "dict of lists with numbers",
+        "dict of lists with tags",
+        "dicts",
+        "dicts with numbers",
+        "tuples",
+        "named tuples",
+        "one row each",
+        "a single row",
+        "a single dict",
+    ],
+)
+def test_lists_that_may_be_the_rows_are_not_cut_along_another_dimension(batch):
+    with pytest.raises(ValueError, match=r"test: a batch has a list of \d .*nothing tells which of these are the rows"):
+        first_rows(batch, 1 / 4, caller="test")
+    with pytest.raises(
+        ValueError, match=r"let collate_fn stack or pad rows to one tensor, name every tensor in a dict"
+    ):
+        taken_share(batch, 1 / 4, caller="test")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (rows(), rows()),
+        [rows()],
+        {"views": [rows()] * 3},
+        {"views": [rows()] * 8, "names": ["a"] * 8},
+        {"views": [rows()] * 2, "names": ["a"] * 8, "size": (224, 224)},
+        ([[rows(), rows()], [rows(), rows()]], torch.arange(8)),
+        {"loaders": {"a": (rows(), torch.arange(8)), "b": (rows(), torch.arange(8))}},
+        ([rows(), torch.arange(8)], 3, [1, 2]),
+    ],
+    ids=[
+        "inputs and targets alike",
+        "one column",
+        "views",
+        "as many views as rows",
+        "views, names, size",
+        "pairs of pairs",
+        "two loaders",
+        "unlike columns",
+    ],
+)
+def test_lists_of_columns_are_cut_by_rows(batch):
+    assert taken_share(batch, 1 / 4, caller="test") == 1 / 4
+    found = first_rows(batch, 1 / 4, caller="test")
+    tensors = torch.utils._pytree.tree_leaves(found)
+    assert {len(leaf) for leaf in tensors if isinstance(leaf, torch.Tensor)} == {2}
+
+
+def test_a_shape_is_no_list_of_something_for_each_row():
+    x = rows(2)
+    assert first_rows((x, x.shape), 1 / 2, caller="test")[1] == x.shape

@@ -334,6 +334,35 @@ def test_it_is_held_to_what_a_closure_is(bad, message):
     assert_same_bits(snapshot(net), before)
 
 
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("method", [SASSHA, SAM])
+def test_without_a_backward_pass_it_is_named(method, accumulated):
+    net = make_net()
+    base = {"base_optimizer": torch.optim.SGD} if method is SAM else {}
+    opt = method(net.parameters(), lr=0.01, rho=0.05, **base)
+    loss = make_loss(net)
+    closure, before = closure_of(opt, loss), snapshot(net)
+    forgets = [loss] if accumulated else loss
+    with pytest.raises(
+        RuntimeError, match=rf"^{method.__name__}\.step: no parameter has a gradient after ascent_closure"
+    ):
+        opt.step(closure, ascent_closure=forgets)
+    with pytest.raises(
+        RuntimeError, match=rf"^{method.__name__}\.step: no parameter has a gradient after closure; call"
+    ):
+        opt.step(forgets)
+    assert_same_bits(snapshot(net), before)
+    opt.step(closure, ascent_closure=closure)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.05])
+def test_a_closure_without_a_backward_pass_is_named_before_probes(rho):
+    net = make_net()
+    opt = SASSHA(net.parameters(), lr=0.01, rho=rho, hvp="finite_difference")
+    with pytest.raises(RuntimeError, match=r"^SASSHA\.step: no parameter has a gradient after closure; call"):
+        opt.step(make_loss(net))
+
+
 def test_alone_it_is_refused():
     opt = SASSHA(make_net().parameters())
     with pytest.raises(TypeError, match="ascent_closure, hessian_closure or scaler was given without closure"):

@@ -6,6 +6,7 @@ import signal
 import time
 import traceback
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,131 @@ def places(lines):
     for file, line, times in lines:
         by_file[file].append(f"{line}" if times == 1 else f"{line}×{times}")
     return "; ".join(f"{file}:{','.join(numbers)}" for file, numbers in by_file.items())
+
+
+# ---- true weights ------------------------------------------------------------------------------------------------
+
+SHOWING = ("eval", "train", "true_weights", "true_weights that raises", "state_dict", "state_dict of x")
+
+
+@pytest.mark.parametrize("net", ["even", "odd"])
+@pytest.mark.parametrize("call", SHOWING)
+def test_an_exception_while_true_weights_are_shown_or_hidden_has_a_way_back(call, net):
+    found = Shown(call, net == "odd").failures()
+    report = [f"{problem}\n  after {places(lines)}" for problem, lines in found.items()]
+    assert not found, "\n".join(report)
+
+
+class Shown:
+    """M-SASSHA between two steps, whose parameters go from x + ε to x or back, interrupted at every line."""
+
+    def __init__(self, call, odd):
+        self.call, self.run = call, Run(Net(odd), MSASSHA, "calls", OPTIONS | KINDS["ordinary"])
+        self.opt, self.begins_at_x = self.run.opt, call in ("train", "state_dict of x")
+        for _ in range(WARM):
+            self.run.step()
+        self.known = true_weights(picture(self.run.net, self.opt))
+        self.held = {False: parameters(self.opt)}
+        self.opt.eval()
+        self.held[True] = parameters(self.opt)
+
+    def take_call(self):
+        if "true_weights" not in self.call:
+            getattr(self.opt, self.call.split()[0])()
+            return
+        with suppress(ZeroDivisionError), self.opt.true_weights():
+            assert parameters(self.opt) == self.held[True]
+            if "raises" in self.call:
+                raise ZeroDivisionError
+
+    def begin(self):
+        (self.opt.eval if self.begins_at_x else self.opt.train)()
+
+    def failures(self):
+        counted = Tracer()
+        self.begin()
+        counted(self.take_call)
+        found = defaultdict(list)
+        for target, kind in zip(counted.targets(), itertools.cycle((KeyboardInterrupt, MemoryError)), strict=False):
+            problem = self.problem(target, kind())
+            if problem:
+                found[problem].append((str(Path(target[1]).relative_to(PACKAGE)), *target[2:]))
+        return found
+
+    def problem(self, target, exception):
+        """What is wrong after an exception at one line, None if nothing is."""
+        self.begin()
+        tracer = Tracer(target, exception)
+        try:
+            tracer(self.take_call)
+        except BaseException as error:
+            if error is not exception:
+                return f"the exception became {type(error).__name__}: {error}"
+            error.__traceback__ = None  # whose frames keep the generator of true_weights() waiting
+        if not tracer.fired:
+            return "the call does not come there again"
+        if parameters(self.opt) != self.held[self.opt.evaluating]:
+            return f"evaluating is {self.opt.evaluating}, which is not what the parameters hold"
+        if self.call not in ("eval", "train") and self.opt.evaluating != self.begins_at_x:
+            return "the parameters do not hold what they held before"
+        if true_weights(picture(self.run.net, self.opt)) != self.known:
+            return "x is another"
+        for evaluating, go in ((False, self.opt.train), (True, self.opt.eval), (False, self.opt.train)):
+            go()
+            if parameters(self.opt) != self.held[evaluating]:
+                return f"{go.__name__}() does not bring back what it should"
+        return None
+
+
+@pytest.mark.parametrize("options", [{"capturable": True}, {"state_bits": 8, "full_precision_below": 0}], ids=str)
+@pytest.mark.parametrize("method", [SASSHA, MSASSHA])
+def test_an_exception_while_state_is_saved_leaves_the_state_that_steps_need(method, options):
+    plain = {key: value for key, value in OPTIONS.items() if not key.endswith("scheduler")}
+    run = Run(Net(), method, "closure", plain | options)
+    run.step()
+    state, entries = run.opt.state, [dict(entry) for entry in run.opt.state.values()]
+    counted = Tracer()
+    counted(run.opt.state_dict)
+    for target in counted.targets():
+        tracer, exception = Tracer(target, KeyboardInterrupt()), None
+        try:
+            tracer(run.opt.state_dict)
+        except KeyboardInterrupt as error:
+            exception = error
+        assert tracer.fired == (exception is not None)
+        assert run.opt.state is state, target
+        for entry, before in zip(state.values(), entries, strict=True):
+            assert all(entry[key] is value for key, value in before.items()), target
+        exception = None
+    run.step()
+
+
+@pytest.mark.parametrize("lacks", [None, 0], ids=["whole", "without a parameter"])
+@pytest.mark.parametrize("at_x", [False, True], ids=["of perturbed weights", "of true weights"])
+def test_an_exception_while_a_checkpoint_is_loaded_leaves_one_state_or_the_other(at_x, lacks):
+    def begun():
+        return Shown("eval" if at_x else "train", False)
+
+    later = begun()
+    later.opt.train()
+    later.run.step()
+    (later.opt.eval if at_x else later.opt.train)()
+    checkpoint = later.opt.state_dict()
+    if lacks is not None:
+        del checkpoint["state"][lacks]
+    done, counted = begun(), Tracer()
+    (done.opt.train if at_x else done.opt.eval)()
+    counted(done.opt.load_state_dict, checkpoint)
+    after, found = (parameters(done.opt), at_x), defaultdict(list)
+    for target in list(counted.targets())[lacks or 1 :: 5]:
+        shown = begun()
+        (shown.opt.train if at_x else shown.opt.eval)()
+        before = parameters(shown.opt), shown.opt.evaluating
+        with pytest.raises(KeyboardInterrupt):
+            Tracer(target, KeyboardInterrupt())(shown.opt.load_state_dict, checkpoint)
+        if (parameters(shown.opt), shown.opt.evaluating) not in (before, after):
+            found[str(Path(target[1]).relative_to(PACKAGE))].append(target[2:])
+    assert not found
 
 
 # ---- signals ------------------------------------------------------------------------------------------------------

@@ -4,10 +4,11 @@ import pytest
 import torch
 from test_unseen import FIRST, METHODS, SECOND, Words
 from torch import nn
+from torch.nn import functional as F
 from training import assert_same_bits, closure_of, snapshot
 
 from sassha_fast import SASSHA, AdaHessian, SophiaH
-from sassha_fast._core.keys import HESSIAN
+from sassha_fast._core.keys import BIAS2, HESSIAN
 from sassha_fast.reference import is_unknown
 
 BACKENDS = ("reference", "foreach", "cpu")
@@ -101,6 +102,45 @@ def test_products_of_no_rows_are_no_refresh(method):
     opt.step(closure_of(opt, lambda: loss(x)), hessian_closure=closure_of(opt, lambda: loss(x[:1])))
     assert opt.stats.refreshes == 1
     assert not torch.equal(snapshot(net)[0], before[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"backend": "foreach"},
+        {"backend": "reference"},
+        {"hvp": "finite_difference"},
+        {"hvp": "central_difference", "n_samples": 2},
+        {"capturable": True},
+        {"capturable": True, "hvp": "finite_difference"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_later_products_of_rows_without_a_label_are_no_refresh_either(method, options):
+    net, opt, (before,) = started(method, (WHOLE, FIRST[:3]), **{**options, "lazy_hessian": 3})
+    kept, trace = torch.as_tensor(opt.state[net.table.weight][BIAS2]).clone(), opt.stats.trace
+
+    def unlabelled():
+        out = net.head(net.table(torch.tensor(WHOLE).view(-1, 3)))
+        return F.cross_entropy(out, torch.full((len(out),), -100), reduction="sum")
+
+    for _ in range(2):
+        step(net, opt, WHOLE, WHOLE)
+    for failed in (1, 2):
+        assert opt.hessian_due
+        weights = snapshot(net)
+        opt.step(closure_of(opt, lambda: net.loss(*WHOLE)), hessian_closure=closure_of(opt, unlabelled))
+        assert not torch.equal(net.table.weight, weights[0])  # a step along the curvature that is known
+        assert (opt.stats.refreshes, opt.stats.skipped_refreshes, opt.stats.partial_refreshes) == (1, failed, 0)
+        assert_same_bits([opt.state[net.table.weight][HESSIAN]], [before])
+        assert torch.equal(torch.as_tensor(opt.state[net.table.weight][BIAS2]), kept)
+        assert opt.stats.trace == trace
+    step(net, opt, WHOLE, (2, 3, 4))
+    assert (opt.stats.refreshes, opt.stats.skipped_refreshes) == (2, 2)
+    assert not torch.equal(opt.state[net.table.weight][HESSIAN], before)
+    assert not opt.hessian_due
 
 
 @pytest.mark.parametrize("hvp", ["exact", "finite_difference"])

@@ -68,6 +68,20 @@ def test_words_that_no_process_has_in_its_products_keep_their_curvature_as_in_on
     assert_close(first, replicas.rare_words(1, 0))
 
 
+def test_products_that_show_nothing_in_any_process_are_no_refresh(two):
+    first, second = two["nothing_in_products"]
+    assert first["counts"] == second["counts"] == [(1, 0), (2, 0), (2, 1), (3, 1)]
+    assert_same_bits(first["params"], second["params"])
+    assert_same_state(first["state"], second["state"])
+
+
+def test_shards_agree_on_what_a_part_has_shown(two):
+    """A process whose shard had nothing to tell counted by itself, and would have refreshed by itself at last."""
+    for rank in two["shards_rare_words"]:
+        assert rank["shared"]["counts"] == rank["alone"]["counts"] == [(1, 0), (1, 1)]
+        assert rank["shared"]["traces"] == pytest.approx(rank["alone"]["traces"], rel=1e-9)
+
+
 def test_whoever_joins_a_group_ends_by_stop():
     """A process that returns instead may abort at its exit, seldom, and more often where the machine is busy."""
     joining = {

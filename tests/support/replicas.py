@@ -183,6 +183,29 @@ def rare_words(parts: int, part: int) -> dict[str, Any]:
     return results(net, opt)
 
 
+def labelled(rows: int) -> Tensor:
+    """Labels of the four rows of ``WORDS``, all but the first of which are to be ignored."""
+    return torch.where(torch.arange(4) < rows, torch.arange(4) % 3, -100)
+
+
+def nothing_in_products() -> dict[str, Any]:
+    """Counts after steps whose products have labels in every process, in one of them, in none, and in all again."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, 3)).double()
+    opt = SASSHA(net.parameters(), **{**OPTIONS, "lazy_hessian": 1})
+    opt.attach(DDP(net))
+    counts = []
+    for rows in (2, 2 if rank == 0 else 0, 0, 1):
+
+        def loss(rows: int = rows) -> Tensor:
+            return F.cross_entropy(opt.model(WORDS), labelled(rows), reduction="sum")
+
+        opt.step(closure_of(opt, lambda: loss(4)), hessian_closure=closure_of(opt, loss))
+        counts.append((opt.stats.refreshes, opt.stats.skipped_refreshes))
+    return {**results(net, opt), "counts": counts}
+
+
 def watch_early(opt: Any, allowed: bool = True) -> list[collectives.EarlyReduction]:
     """What travels during the latest pass that sends gradients; with ``allowed`` off, nothing ever does."""
     reducer, under_way = opt.parts.reducer, []
@@ -457,6 +480,7 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "synced_bucket_view_fd": lambda: train("synced", hvp="finite_difference", ddp={"gradient_as_bucket_view": True}),
     "different": lambda: different_parameters("exact"),
     "different_fd": lambda: different_parameters("finite_difference"),
+    "nothing_in_products": nothing_in_products,
     "rare_words": lambda: rare_words(dist.get_world_size(), dist.get_rank()),
     "overlap": lambda: overlap(True),
     "overlap_off": lambda: overlap(False),

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from replicas import OPTIONS, SEVEN, part_loss, results
+from replicas import OPTIONS, SEVEN, WORDS, labelled, part_loss, results
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import closure_of, make_net, three_calls
@@ -80,6 +81,29 @@ def shards(
         else:
             opt.step(closure_of(opt, loss))
     return whole_results(net, opt)
+
+
+def rare_words(shared: bool) -> dict[str, Any]:
+    """Products from a row whose words are in the shard of the first process alone, and then from rows without a label.
+
+    Without ``shared`` this process has whole parameters and is by itself.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 4), nn.Flatten(), nn.Linear(8, 3)).double()
+    if shared:
+        fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    opt = SASSHA(net.parameters(), **{**OPTIONS, "hvp": "finite_difference", "lazy_hessian": 1}, reduce_grads=shared)
+    opt.attach(net)
+    counts, traces = [], []
+    for rows in (1, 0):
+
+        def loss(rows: int = rows) -> Tensor:
+            return F.cross_entropy(net(WORDS), labelled(rows), reduction="sum")
+
+        opt.step(closure_of(opt, lambda: loss(4)), hessian_closure=closure_of(opt, loss))
+        counts.append((opt.stats.refreshes, opt.stats.skipped_refreshes))
+        traces.append(opt.stats.trace.item())
+    return {"counts": counts, "traces": traces}
 
 
 class Collectives(TorchDispatchMode):
@@ -264,6 +288,7 @@ def checkpoint_scenario(name: str) -> Callable[[], dict[str, Any]]:
 
 SHARDS: dict[str, Callable[[], dict[str, Any]]] = {
     "shards": shards,
+    "shards_rare_words": lambda: {"shared": rare_words(True), "alone": rare_words(False)},
     "shards_by_calls": lambda: shards(by_calls=True),
     "shards_central": lambda: shards(hvp="central_difference"),
     "shards_clipped": lambda: shards(12, max_grad_norm=0.1, adaptive=True),
