@@ -250,6 +250,95 @@ def test_values_that_torch_adds_of_the_optimizer_that_loads_are_not_taken_for_th
     train(other_net, other, 2)
 
 
+# ---- flat checkpoints ------------------------------------------------------------------------------------------------
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def loaded_flat(net, opt, other_net, other):
+    """What torch makes of a flat checkpoint: it asks for the names that the state of ``other`` has."""
+    saved = through_file(get_optimizer_state_dict(net, opt, options=FLAT))[1]
+    set_optimizer_state_dict(other_net, other, saved, options=FLAT)
+
+
+@pytest.mark.parametrize(("used", "capturable"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("setting", "method"), [*((s, "SASSHA") for s in SETTINGS), *((SEVEN, m) for m in METHODS if m != "SASSHA")]
+)
+@pytest.mark.filterwarnings("ignore:MSASSHA. the model's state_dict")
+def test_flat_checkpoints_go_on_bit_for_bit(setting, method, used, capturable):
+    net, opt, _ = trained(setting, 7, method, capturable=capturable)
+    other_net, other = built(setting, method, seed=99, capturable=capturable)
+    train(other_net, other, 2 if used else 0)
+    other_net.load_state_dict(net.state_dict())
+    loaded_flat(net, opt, other_net, other)
+    assert_same_state(state_of(other), state_of(opt))
+    train(net, opt, 3)
+    train(other_net, other, 3)
+    assert_same_bits(snapshot(other_net), snapshot(net))
+    assert_same_state(state_of(other), state_of(opt))
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_flat_distributed_checkpoints_say_how_codes_lie(source, target, tmp_path):
+    net, opt = images(LAYOUTS[source])
+    train_on_images(net, opt, 5)
+    other_net, other = images(LAYOUTS[target], seed=1)
+    train_on_images(other_net, other, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        saved = {"opt": get_optimizer_state_dict(net, opt, options=FLAT)}
+        dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+        found = {"opt": get_optimizer_state_dict(other_net, other, options=FLAT)}
+        dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other_net, other, found["opt"], options=FLAT)
+    for one, two in zip(decoded(other), decoded(opt), strict=True):
+        bound = MOMENTUM_BOUND * float(two["exp_avg"].abs().max())
+        assert torch.allclose(one["exp_avg"], two["exp_avg"], rtol=0.0, atol=bound)
+        assert torch.allclose(one["exp_hessian_diag"], two["exp_hessian_diag"], rtol=CURVATURE_RTOL, atol=0.0)
+    if source == target:
+        assert_same_state(state_of(other), state_of(opt))
+
+
+@pytest.mark.parametrize("target", [Setting(torch.float32), Setting(torch.float32, 16)], ids=id_of)
+def test_flat_codes_that_torch_leaves_out_are_named_with_the_way_to_go(target):
+    net, opt, _ = trained(EIGHT, 3)
+    other_net, other, _ = trained(target, 2)
+    before = state_of(other)
+    way = r"flatten_optimizer_state_dict=True.* with the state_bits, master_weight_bits and full_precision_below that"
+    with pytest.raises(ValueError, match=f"'exp_avg' of .*{way}") as caught:
+        loaded_flat(net, opt, other_net, other)
+    assert "damaged" not in str(caught.value)
+    assert_same_state(state_of(other), before)
+    same_net, same = built(EIGHT)  # which is the remedy
+    loaded_flat(net, opt, same_net, same)
+    other.load_state_dict(same.state_dict())
+    train(other_net, other, 2)
+
+
+@pytest.mark.parametrize("target", [EIGHT, Setting(torch.float32, 16)], ids=id_of)
+def test_flat_numbers_load_into_state_of_fewer_bits(target):
+    net, opt, _ = trained(Setting(torch.float32), 5)
+    other_net, other, _ = trained(target, 2)
+    loaded_flat(net, opt, other_net, other)
+    for one, two in zip(decoded(other), decoded(opt), strict=True):
+        bound = MOMENTUM_BOUND * float(two["exp_avg"].abs().max())
+        assert torch.allclose(one["exp_avg"], two["exp_avg"], rtol=0.0, atol=bound)
+
+
+def test_parameters_without_state_have_none_after_a_flat_checkpoint():
+    net, opt = built(SEVEN)
+    net[0].weight.requires_grad_(False)
+    train(net, opt, 2)
+    net[0].weight.requires_grad_(True)
+    saved = get_optimizer_state_dict(net, opt, options=FLAT)
+    other_net, other, _ = trained(SEVEN, 2)
+    set_optimizer_state_dict(other_net, other, saved, options=FLAT)
+    assert other_net[0].weight not in other.state
+    assert other_net[2].weight in other.state
+
+
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_checkpoints_that_do_not_say_how_codes_lie_are_read_as_they_lie(source, target):
