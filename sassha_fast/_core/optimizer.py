@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -482,7 +483,7 @@ class FusedOptimizer(Optimizer, Joinable):
         Join.notify_join_context(self)
         step = self._step = Step(self.parts, driven=True)
         self._parts.given_up_by = None
-        unscale = None if enabled is None else lambda: enabled.unscale_(self)
+        unscale = None if enabled is None else lambda: _unscale(enabled, self)
         loss = run(step, first, other, ascent_closure=climb, scaler=enabled, unscale=unscale)
         self._step = None
         return loss
@@ -801,6 +802,28 @@ def _has_unscaled(scaler: GradScaler, opt: Optimizer) -> bool:
     states = getattr(scaler, "_per_optimizer_states", {})
     entry = states.get(id(opt)) if scaler.is_enabled() else None
     return entry is not None and getattr(entry.get("stage"), "name", "") == "UNSCALED"
+
+
+def _unscale(scaler: GradScaler, opt: FusedOptimizer) -> Amp:
+    """Takes the loss scale out of the gradients, or tells the update what ``GradScaler.step`` would tell it.
+
+    ``unscale_`` refuses float16 gradients: without their scale, small ones would be lost to rounding.
+    """
+    grads = [p.grad for p in opt.parts.params.all if p.grad is not None]
+    if all(g.dtype != torch.float16 for g in grads):
+        scaler.unscale_(opt)
+        return Amp(check_finite=True)
+    entry = scaler._per_optimizer_states[id(opt)]
+    if entry["stage"] is not OptState.READY:
+        raise RuntimeError(
+            f"{opt.parts.options.caller}.step: the scaler has served a step since its last update; call "
+            "scaler.update() after every step"
+        )
+    found = scaler._check_inf_per_device(opt)
+    scale = scaler._get_scale_async()
+    assert scale is not None  # as there are losses that it has scaled, or the check has raised
+    entry["stage"] = OptState.STEPPED
+    return Amp(scale, torch.stack([t.to(scale.device, non_blocking=True) for t in found.values()]).sum())
 
 
 def _refuse_spent_scaler(step: Step, caller: str) -> None:
