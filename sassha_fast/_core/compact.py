@@ -30,6 +30,7 @@ from .options import Options
 
 CODES = (torch.int8, torch.uint8)
 CORRECTIONS = {torch.int8: 8, torch.int16: 16}
+KINDS = {EXP_AVG: (torch.int8,), HESSIAN: CODES, CORRECTION: tuple(CORRECTIONS)}  # of codes, by what they are of
 
 
 def stored_format(param: Tensor, options: Options) -> Format:
@@ -199,6 +200,10 @@ def checked_full(entry: Mapping[str, Any], param: Tensor, name: str, stored: For
     """
     entry = _of_one_form(_without_empty(entry, name, caller), param, stored)
     entry = _with_own_names(entry, name, caller)
+    for key, kinds in KINDS.items():
+        if _is_code(entry.get(key)) and entry[key].dtype not in kinds:
+            expected = f"codes of {' or '.join(map(str, kinds))}"
+            refuse_saved(f"{SAVED_CODES[key]!r} of {name}", entry[key], expected, caller=caller)
     if is_sharded(param) and any(_is_code(value) and not is_sharded(value) for value in entry.values()):
         raise ValueError(
             f"{caller}.load_state_dict: {name} is in shards, and its state in the checkpoint has codes of the whole "
@@ -216,6 +221,8 @@ def checked_full(entry: Mapping[str, Any], param: Tensor, name: str, stored: For
                 refuse_saved(f"{key!r} of {name}", codes, f"codes of 8 bits beside {scale_key!r}", caller=caller)
             continue
         _check_codes(key, codes, param, name, caller)
+        if key == EXP_AVG and bool((local(codes) == -128).any()):
+            refuse_saved(f"{SAVED_CODES[key]!r} of {name}", codes, "codes from −127 to 127", caller=caller)
         groups = groups_of(local(codes).numel())
         if not _is_plain(scales, (groups,)) or scales.dtype != dtype:
             refuse_saved(f"{scale_key!r} of {name}", scales, f"{groups} scales of {dtype}", caller=caller)
