@@ -694,18 +694,22 @@ class FusedOptimizer(Optimizer, Joinable):
     def master_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The weights of a model by name, in float32 with all bits that are known of them: for export.
 
+        A parameter with several names, as of tied layers, is under all of them, as in ``model.state_dict()``. Buffers
+        are not among them, so a model that has some loads them with ``strict=False``.
+
         Args:
             model: One whose parameters this optimizer has. Parameters that it does not have are left out.
         """
         self._refuse_while_away("master_weights", "the weights are perturbed")
         mine = set(self.parts.params.all)
-        found = {}
-        for name, p in model.named_parameters():
-            if p in mine:
+        found: dict[Tensor, Tensor] = {}
+        names = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p in mine]
+        for name, p in names:
+            if p not in found:
                 entry = self.state.get(p, {})
                 self._check_correction(p, entry, name)
-                found[name] = weight(p, entry)
-        return found
+                found[p] = weight(p, entry)
+        return {name: found[p] for name, p in names}
 
     def _check_correction(self, param: Tensor, entry: dict[str, Any], name: str) -> None:
         """Raises RuntimeError if x can't be had from a correction: the parameter was of another dtype then."""
@@ -758,7 +762,8 @@ class FusedOptimizer(Optimizer, Joinable):
                 f"{options.caller}.load_state_dict: the checkpoint has bits of {len(dropped)} weights, {dropped[0]} "
                 "among them, that their 16 bits in the model have not, and this optimizer can't take them over; "
                 "construct it with master_weight_bits=24 or 32 over parameters of the dtype that they had, bfloat16 or "
-                "float16, or load into the model what master_weights(model) gave where the checkpoint was saved",
+                "float16, or load into the model what master_weights(model) gave where the checkpoint was saved, with "
+                "model.load_state_dict(weights, strict=False) if the model has buffers",
                 stacklevel=user_level(),
             )
         self._take_over(state, groups)

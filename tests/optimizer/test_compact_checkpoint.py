@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from training import assert_same_bits, assert_same_state, closure_of, make_loss, make_net, snapshot, state_of
 
-from sassha_fast import SAM, SASSHA
+from sassha_fast import SAM, SASSHA, cast_model
 
 EIGHT = Setting(torch.float32, 8)
 FORMS = {"as_it_is": lambda opt: opt.state_dict(), "in_float32": lambda opt: opt.full_state_dict()}
@@ -396,6 +396,32 @@ def test_master_weights_go_into_a_float32_model_that_continues(method):
     assert any(not torch.equal(masters[name], x[name]) for name in masters)
 
 
+def test_master_weights_have_all_names_of_tied_parameters():
+    def tied(dtype):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(70, 64), nn.Tanh(), nn.BatchNorm1d(64), nn.Linear(64, 70, bias=False))
+        net[3].weight = net[0].weight
+        return cast_model(net, dtype)
+
+    net = tied(torch.bfloat16)
+    opt = SASSHA(net.parameters(), lr=0.02, full_precision_below=0, master_weight_bits=24)
+    y = torch.arange(70)
+    for _ in range(3):
+        x = net[1](net[0](y)).float()
+        loss = nn.functional.cross_entropy(net[3](net[2](x).bfloat16()).float(), y.flip(0))
+        opt.backward(loss)
+        opt.step()
+        opt.zero_grad()
+    masters = opt.master_weights(net)
+    assert list(masters) == [name for name, _ in net.named_parameters(remove_duplicate=False)]
+    assert masters["3.weight"] is masters["0.weight"]
+    wide = tied(torch.float32)
+    assert set(wide.load_state_dict(masters, strict=False).missing_keys) <= {name for name, _ in wide.named_buffers()}
+    assert torch.equal(wide[3].weight, masters["0.weight"])
+    with pytest.warns(UserWarning, match=r"master_weights.* with model.load_state_dict\(weights, strict=False\)"):
+        SASSHA(net.parameters()).load_state_dict(opt.state_dict())
+
+
 def _true(net, opt):
     with opt.true_weights():
         return {name: value.clone() for name, value in net.state_dict().items()}
@@ -455,6 +481,21 @@ def damage(key, change):
         (damage(CODES, lambda t: t[1:]), r"'exp_avg' of .* expected codes of shape \(40, 12\)"),
         (damage(CODES, lambda t: t.float()), r"'exp_avg_codes' of .* expected codes, in place of 'exp_avg'"),
         (damage(CODES, lambda t: None), r"'exp_avg_codes' of .* expected codes, in place of 'exp_avg'"),
+        (damage(CODES, lambda t: t.view(torch.uint8)), r"'exp_avg_codes' of .* expected codes of torch.int8;"),
+        (damage(CODES, lambda t: t.to(torch.int16)), r"'exp_avg_codes' of .* expected codes of torch.int8;"),
+        (damage(CODES, lambda t: t * 0 - 128), r"'exp_avg_codes' of .* expected codes from −127 to 127"),
+        (
+            damage("exp_hessian_diag_codes", lambda t: t.to(torch.int16)),
+            r"'exp_hessian_diag_codes' of .* expected codes of torch.int8 or torch.uint8",
+        ),
+        (
+            damage("exp_hessian_diag_codes", lambda t: t.view(torch.int8)),
+            r"'exp_hessian_diag' of .* expected no element below 0",
+        ),
+        (
+            damage("weight_correction_codes", lambda t: t.view(torch.uint8)),
+            r"'weight_correction_codes' of .* expected codes of torch.int8 or torch.int16",
+        ),
         (damage(SCALES, lambda t: t[1:]), r"'exp_avg_scale' of .* expected 15 scales of torch.float32"),
         (damage(SCALES, lambda t: -1 - t), r"'exp_avg_scale' of .* expected finite scales that are not negative"),
         (damage(SCALES, lambda t: t * torch.nan), r"'exp_avg_scale' of .* expected finite scales"),
