@@ -174,6 +174,7 @@ class FusedOptimizer(Optimizer, Joinable):
         if "params" not in group:
             found = f"has {sorted(group)}" if isinstance(param_group, dict) else f"is a {type(param_group).__name__}"
             raise ValueError(f"{name}: a parameter group {found}, expected a dict with 'params'")
+        self._parts.options.refuse_in(group, self.defaults)
         given = {**self.defaults, **group}
         check_group(given, [key for key in self.checked_hyperparameters if key in self.defaults], caller=name)
         params = group["params"]
