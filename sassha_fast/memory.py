@@ -56,20 +56,21 @@ MOST = 10**18  # parameters, a million times as many as anybody has
 
 
 def count_of(text: str) -> int:
-    """A number of parameters, such as ``125000000``, ``1.5e9``, ``350M`` or ``7B``.
+    """A number of parameters, such as ``125000000``, ``125,000,000``, ``1.5e9``, ``350M`` or ``7B``.
 
     Raises:
-        ValueError: If it is no such number.
+        ValueError: If it is no such number. A comma that does not part thousands may be a decimal one.
     """
-    found = re.fullmatch(r"(\d+(?:[.,_]\d+)*(?:e\d{1,3})?)\s*([kmbt]?)", text.strip().lower())
+    digits = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+(?:_\d+)*)(?:\.\d+(?:_\d+)*)?"
+    found = re.fullmatch(rf"({digits}(?:e\d{{1,3}})?)\s*([kmbt]?)", text.strip().lower())
     number = Decimal(0)
-    if found and found[1].count(".") < 2:
+    if found:
         number = Decimal(found[1].replace(",", "").replace("_", ""))
         number *= {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[found[2]]
     if not 1 <= number <= MOST:
         raise ValueError(
-            f"--memory is {shown(text)}, expected a number of parameters, such as 125000000, 350M or 7B, and no more "
-            "than 10^18"
+            f"--memory is {shown(text)}, expected a number of parameters, such as 125000000, 350M or 1.5B, and no more "
+            "than 10^18; a comma parts thousands, as in 125,000,000, and a point the decimals"
         )
     return int(number)
 

@@ -31,7 +31,7 @@ from .contexts import (
 from .curvature import Curvature
 from .guards import warn_of_lightning, watched_statistics
 from .params import Parameters
-from .step import Amp, Step
+from .step import NO_AMP, Amp, Step
 
 Closure = Callable[[], "Tensor | float"]
 NOTHING: AbstractContextManager[Any] = nullcontext()  # around a pass that nothing is done with
@@ -174,7 +174,7 @@ def run(
     *,
     ascent_closure: Closure | Accumulated | None = None,
     scaler: GradScaler | None = None,
-    unscale: Callable[[], None] | None = None,
+    unscale: Callable[[], Amp] | None = None,
 ) -> Tensor | float:
     """All passes of one step.
 
@@ -186,7 +186,7 @@ def run(
         hessian_closure: Computes gradients for the products of a refresh.
         ascent_closure: Computes the gradients that the ascent follows, if there is one.
         scaler: Scales the losses of the closures.
-        unscale: Takes its scale out of the gradients.
+        unscale: Takes its scale out of the gradients, or says what is left in them.
 
     Returns:
         The loss of the first pass of ``closure``.
@@ -259,7 +259,7 @@ def _in_order(
     closures: _Closures,
     random: RandomState,
     scaler: GradScaler | None,
-    unscale: Callable[[], None] | None,
+    unscale: Callable[[], Amp] | None,
 ) -> Tensor | float:
     """The order of a step. Hand-written loops follow it call by call, with their own passes in between."""
     params, options, stats = step.parts.params, step.parts.options, step.parts.stats
@@ -301,10 +301,11 @@ def _in_order(
         step.come_back(tell_autograd=False)
     fused = scaler is None and not (options.variant.gap or options.variant.by_filter)
     gathered = step.collect("step", scaler=scaler, curvature=curvature, fused=fused)
+    amp = NO_AMP
     if unscale is not None:
-        unscale()  # in place, so the passes see it
-        step.unscale_products()
-    step.update(gathered, Amp(check_finite=scaler is not None))
+        amp = unscale()  # in place, so the passes see it
+        step.unscale_products(amp.loss_scale)
+    step.update(gathered, amp)
     return loss
 
 

@@ -15,12 +15,14 @@ from ..formats import Format, flat, format_of, groups_of, mantissa_of
 from ..variant import Sample
 from .keys import (
     CODES_ORDER,
+    COMPACT_KEYS,
     CORRECTION,
     CORRECTION_OF,
     EXP_AVG,
     EXP_AVG_SCALE,
     HESSIAN,
     HESSIAN_SCALE,
+    ONLY_SAVED,
     SAVED_CODES,
     WEIGHT,
 )
@@ -28,6 +30,7 @@ from .options import Options
 
 CODES = (torch.int8, torch.uint8)
 CORRECTIONS = {torch.int8: 8, torch.int16: 16}
+KINDS = {EXP_AVG: (torch.int8,), HESSIAN: CODES, CORRECTION: tuple(CORRECTIONS)}  # of codes, by what they are of
 
 
 def stored_format(param: Tensor, options: Options) -> Format:
@@ -58,7 +61,8 @@ def new_tensors(param: Tensor, stored: Format) -> dict[str, Any]:
         dtype = stored.correction_dtype
         tensors[CORRECTION] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
         tensors[CORRECTION_OF] = mantissa_of(param.dtype)
-    return tensors
+    saved = [SAVED_CODES[key] for key in SAVED_CODES if _is_code(tensors.get(key))]
+    return tensors | dict.fromkeys(saved + [CODES_ORDER] * (stored.state_bits == 8))
 
 
 def is_compact(entry: Mapping[str, Any]) -> bool:
@@ -115,7 +119,7 @@ def weight(param: Tensor, entry: Mapping[str, Any]) -> Tensor:
 
 def full_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter with m and D in float32, and with the correction as a part of the last place."""
-    full = {key: value for key, value in entry.items() if key not in (EXP_AVG_SCALE, HESSIAN_SCALE)}
+    full = {key: value for key, value in entry.items() if key not in (EXP_AVG_SCALE, HESSIAN_SCALE, *ONLY_SAVED)}
     for key, decode in ((EXP_AVG, momentum), (HESSIAN, curvature)):
         if isinstance(entry.get(key), Tensor):
             full[key] = decode(entry)
@@ -137,7 +141,8 @@ def as_full(packed: dict[str, Any]) -> dict[str, Any]:
 
 def saved_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     """State as it is, with codes under names of their own, and with the order that their groups have in memory."""
-    saved = {SAVED_CODES.get(key, key) if _is_code(value) else key: value for key, value in entry.items()}
+    own = ((key, value) for key, value in entry.items() if key not in ONLY_SAVED)
+    saved = {SAVED_CODES.get(key, key) if _is_code(value) else key: value for key, value in own}
     if EXP_AVG_SCALE in entry:
         saved[CODES_ORDER] = _order_of(entry[EXP_AVG])
     return _with_tensors(saved)
@@ -193,7 +198,12 @@ def checked_full(entry: Mapping[str, Any], param: Tensor, name: str, stored: For
     Raises:
         ValueError: If codes do not fit their scales, or the parameter.
     """
-    entry = _with_own_names(_of_one_form(entry, param, stored), name, caller)
+    entry = _of_one_form(_without_empty(entry, name, caller), param, stored)
+    entry = _with_own_names(entry, name, caller)
+    for key, kinds in KINDS.items():
+        if _is_code(entry.get(key)) and entry[key].dtype not in kinds:
+            expected = f"codes of {' or '.join(map(str, kinds))}"
+            refuse_saved(f"{SAVED_CODES[key]!r} of {name}", entry[key], expected, caller=caller)
     if is_sharded(param) and any(_is_code(value) and not is_sharded(value) for value in entry.values()):
         raise ValueError(
             f"{caller}.load_state_dict: {name} is in shards, and its state in the checkpoint has codes of the whole "
@@ -211,6 +221,8 @@ def checked_full(entry: Mapping[str, Any], param: Tensor, name: str, stored: For
                 refuse_saved(f"{key!r} of {name}", codes, f"codes of 8 bits beside {scale_key!r}", caller=caller)
             continue
         _check_codes(key, codes, param, name, caller)
+        if key == EXP_AVG and bool((local(codes) == -128).any()):
+            refuse_saved(f"{SAVED_CODES[key]!r} of {name}", codes, "codes from −127 to 127", caller=caller)
         groups = groups_of(local(codes).numel())
         if not _is_plain(scales, (groups,)) or scales.dtype != dtype:
             refuse_saved(f"{scale_key!r} of {name}", scales, f"{groups} scales of {dtype}", caller=caller)
@@ -219,6 +231,27 @@ def checked_full(entry: Mapping[str, Any], param: Tensor, name: str, stored: For
     if _is_code(entry.get(CORRECTION)):
         _check_codes(CORRECTION, entry[CORRECTION], param, name, caller)
     return full_entry(entry)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether it is what torch puts where a flat checkpoint lacks a name that the state of the optimizer has."""
+    return isinstance(value, dict) and not value
+
+
+def _without_empty(entry: Mapping[str, Any], name: str, caller: str) -> dict[str, Any]:
+    """An entry without such names that the form alone decides on. The checkpoint may have the values under others."""
+    forms = (EXP_AVG, HESSIAN, *COMPACT_KEYS, *ONLY_SAVED)
+    found = {key: value for key, value in entry.items() if key not in forms or not is_empty(value)}
+    missing = [key for key in (EXP_AVG, HESSIAN) if key in entry and not {key, SAVED_CODES[key]} & found.keys()]
+    if missing:
+        raise ValueError(
+            f"{caller}.load_state_dict: {missing[0]!r} of {name} is empty: with "
+            "StateDictOptions(flatten_optimizer_state_dict=True) torch asks a checkpoint only for names that the state "
+            "of this optimizer has, and the checkpoint has others; load it into an optimizer with the state_bits, "
+            "master_weight_bits and full_precision_below that it was saved with, and what that one's state_dict() "
+            "gives into this one"
+        )
+    return found
 
 
 def _of_one_form(entry: Mapping[str, Any], param: Tensor, stored: Format) -> dict[str, Any]:

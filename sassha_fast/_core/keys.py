@@ -14,6 +14,9 @@ CORRECTION = "weight_correction"  # what the parameter lacks of x, in parts of i
 # Their names in checkpoints: tools that match tensors by name would copy numbers of float32 into codes.
 SAVED_CODES = {EXP_AVG: "exp_avg_codes", HESSIAN: "exp_hessian_diag_codes", CORRECTION: "weight_correction_codes"}
 CODES_ORDER = "codes_order"  # beside codes of 8 bits in checkpoints: in which order of dimensions groups lie
+# Names that checkpoints alone have. In state they stand with None, as torch asks a checkpoint that was saved with
+# StateDictOptions(flatten_optimizer_state_dict=True) only for the names that the state of the optimizer has.
+ONLY_SAVED = (*SAVED_CODES.values(), CODES_ORDER)
 CORRECTION_OF = "weight_correction_mantissa"  # bits of mantissa of the dtype whose last place that is
 COMPACT_KEYS = (CORRECTION, EXP_AVG_SCALE, HESSIAN_SCALE, CORRECTION_OF)  # as Plan.bind_state takes them
 

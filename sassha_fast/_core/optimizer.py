@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -173,6 +174,7 @@ class FusedOptimizer(Optimizer, Joinable):
         if "params" not in group:
             found = f"has {sorted(group)}" if isinstance(param_group, dict) else f"is a {type(param_group).__name__}"
             raise ValueError(f"{name}: a parameter group {found}, expected a dict with 'params'")
+        self._parts.options.refuse_in(group, self.defaults)
         given = {**self.defaults, **group}
         check_group(given, [key for key in self.checked_hyperparameters if key in self.defaults], caller=name)
         params = group["params"]
@@ -482,7 +484,7 @@ class FusedOptimizer(Optimizer, Joinable):
         Join.notify_join_context(self)
         step = self._step = Step(self.parts, driven=True)
         self._parts.given_up_by = None
-        unscale = None if enabled is None else lambda: enabled.unscale_(self)
+        unscale = None if enabled is None else lambda: _unscale(enabled, self)
         loss = run(step, first, other, ascent_closure=climb, scaler=enabled, unscale=unscale)
         self._step = None
         return loss
@@ -705,18 +707,22 @@ class FusedOptimizer(Optimizer, Joinable):
     def master_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The weights of a model by name, in float32 with all bits that are known of them: for export.
 
+        A parameter with several names, as of tied layers, is under all of them, as in ``model.state_dict()``. Buffers
+        are not among them, so a model that has some loads them with ``strict=False``.
+
         Args:
             model: One whose parameters this optimizer has. Parameters that it does not have are left out.
         """
         self._refuse_while_away("master_weights", "the weights are perturbed")
         mine = set(self.parts.params.all)
-        found = {}
-        for name, p in model.named_parameters():
-            if p in mine:
+        found: dict[Tensor, Tensor] = {}
+        names = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p in mine]
+        for name, p in names:
+            if p not in found:
                 entry = self.state.get(p, {})
                 self._check_correction(p, entry, name)
-                found[name] = weight(p, entry)
-        return found
+                found[p] = weight(p, entry)
+        return {name: found[p] for name, p in names}
 
     def _check_correction(self, param: Tensor, entry: dict[str, Any], name: str) -> None:
         """Raises RuntimeError if x can't be had from a correction: the parameter was of another dtype then."""
@@ -769,7 +775,8 @@ class FusedOptimizer(Optimizer, Joinable):
                 f"{options.caller}.load_state_dict: the checkpoint has bits of {len(dropped)} weights, {dropped[0]} "
                 "among them, that their 16 bits in the model have not, and this optimizer can't take them over; "
                 "construct it with master_weight_bits=24 or 32 over parameters of the dtype that they had, bfloat16 or "
-                "float16, or load into the model what master_weights(model) gave where the checkpoint was saved",
+                "float16, or load into the model what master_weights(model) gave where the checkpoint was saved, with "
+                "model.load_state_dict(weights, strict=False) if the model has buffers",
                 stacklevel=user_level(),
             )
         self._take_over(state, groups)
@@ -813,6 +820,28 @@ def _has_unscaled(scaler: GradScaler, opt: Optimizer) -> bool:
     states = getattr(scaler, "_per_optimizer_states", {})
     entry = states.get(id(opt)) if scaler.is_enabled() else None
     return entry is not None and getattr(entry.get("stage"), "name", "") == "UNSCALED"
+
+
+def _unscale(scaler: GradScaler, opt: FusedOptimizer) -> Amp:
+    """Takes the loss scale out of the gradients, or tells the update what ``GradScaler.step`` would tell it.
+
+    ``unscale_`` refuses float16 gradients: without their scale, small ones would be lost to rounding.
+    """
+    grads = [p.grad for p in opt.parts.params.all if p.grad is not None]
+    if all(g.dtype != torch.float16 for g in grads):
+        scaler.unscale_(opt)
+        return Amp(check_finite=True)
+    entry = scaler._per_optimizer_states[id(opt)]
+    if entry["stage"] is not OptState.READY:
+        raise RuntimeError(
+            f"{opt.parts.options.caller}.step: the scaler has served a step since its last update; call "
+            "scaler.update() after every step"
+        )
+    found = scaler._check_inf_per_device(opt)
+    scale = scaler._get_scale_async()
+    assert scale is not None  # as there are losses that it has scaled, or the check has raised
+    entry["stage"] = OptState.STEPPED
+    return Amp(scale, torch.stack([t.to(scale.device, non_blocking=True) for t in found.values()]).sum())
 
 
 def _refuse_spent_scaler(step: Step, caller: str) -> None:

@@ -108,6 +108,28 @@ class Options:
         """Whether products come from a graph, not from differences of gradients."""
         return self.hvp == "exact"
 
+    def refuse_in(self, group: Mapping[str, Any], hyperparameters: Iterable[str]) -> None:
+        """Raises ValueError if a parameter group asks for another value of what holds for the whole optimizer.
+
+        Groups of another optimizer may say what holds anyway, as torch's do with ``capturable=False``.
+        Other keys of a group are its owner's, or a scheduler's.
+
+        Args:
+            group: As it was given.
+            hyperparameters: Of the optimizer, among them those of SAM's base optimizer, whatever their names.
+        """
+        variant = self.variant
+        chosen: dict[str, Any] = {"adaptive": variant.adaptive, "adaptive_bias": variant.adaptive_bias}
+        chosen |= {"spatial_averaging": variant.by_filter, "curvature": variant.sample.name.lower()}
+        for key in ({*OPTIONS, *chosen} - {"variant", *hyperparameters}) & group.keys():
+            value = chosen[key] if key in chosen else getattr(self, key)
+            if not is_one_of(group[key], (value,)):
+                raise ValueError(
+                    f"{self.caller}: a parameter group has {key}={shown(group[key])}, but {key} holds for the whole "
+                    f"optimizer, where it is {shown(value)}; leave it out of the group and construct {self.caller} "
+                    "with it, or an optimizer for these parameters alone"
+                )
+
     @property
     def gradients_per_refresh(self) -> int:
         """Gradients at probes that a refresh by finite differences takes."""

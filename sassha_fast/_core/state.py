@@ -17,7 +17,7 @@ from ..checks import as_number, is_step_count, parameter_name, refuse_saved, sho
 from ..formats import FULL, Format
 from ..reference import compute_dtype
 from ..variant import Sample, Variant
-from .compact import checked_full, fill, new_tensors
+from .compact import checked_full, fill, is_empty, new_tensors
 from .keys import (
     ASCENT_DRAW,
     ASCENT_SCALE,
@@ -282,6 +282,8 @@ def check_checkpoint(
         for i, (index, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
             name = parameter_name(g, i, given[i])
             entry = dict(state_dict["state"].get(index, {}))
+            if all(map(is_empty, entry.values())):  # torch makes it of a flat checkpoint, where it has no state of p
+                entry = {}
             if UPSTREAM_CLOCK in entry:
                 entry = from_upstream(entry, saved, lazy_hessian, name, caller=caller)
             if entry:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compact_runs import METHODS, SEVEN
 from torch.amp import GradScaler
 from training import (
     BACKENDS,
@@ -16,7 +17,7 @@ from training import (
     three_calls,
 )
 
-from sassha_fast import SASSHA
+from sassha_fast import GSASSHA, SASSHA
 
 OPTIONS = {"lr": 0.02, "rho": 0.05, "lazy_hessian": 4}
 SCALE = 1024.0
@@ -148,3 +149,94 @@ def test_autocast_around_the_whole_step_trains(dtype):
     with torch.autocast("cpu", dtype=dtype):
         losses = [three_calls(opt, lambda: torch.nn.functional.cross_entropy(net(x).float(), y)) for _ in range(30)]
     assert losses[-1] < 0.9 * losses[0]
+
+
+# ---- weights in float16 -------------------------------------------------------------------------------------------
+
+
+def half(method, backend, **options):
+    net = make_net(torch.float16)
+    kind, given = METHODS[method]
+    options = {**given, "lazy_hessian": 4, "full_precision_below": 0, "backend": backend, **options}
+    return net, kind(net.parameters(), **options)
+
+
+def three_scaled(opt, loss, scaler):
+    """The calls of a hand-written loop, of methods with and without an ascent of their own."""
+    if isinstance(opt, (SASSHA, GSASSHA)):
+        scaled_calls(opt, loss, scaler)
+        return
+    scaler.scale(loss()).backward(create_graph=opt.hessian_due)
+    opt.take_products(scaler=scaler)
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, SEVEN.options, {"capturable": True}, {"max_grad_norm": 0.05}], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_closure_of_float16_weights_has_the_bits_of_the_calls(backend, method, options):
+    found = []
+    for way in (scaled_closure, three_scaled):
+        net, opt = half(method, backend, **options)
+        scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=3)
+        loss = make_loss(net, torch.float16)
+        for _ in range(7):
+            way(opt, loss, scaler)
+        assert scaler.get_scale() > SCALE
+        found.append((snapshot(net), state_of(opt)))
+    assert_same_bits(found[0][0], found[1][0])
+    assert_same_state(found[0][1], found[1][1])
+    assert any(not torch.equal(p, q) for p, q in zip(found[0][0], make_net(torch.float16).parameters(), strict=True))
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_overflow_of_float16_gradients_in_a_closure_skips_the_step(backend, capturable):
+    net, opt = half("SASSHA", backend, capturable=capturable, **SEVEN.options)
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    base = make_loss(net, torch.float16)
+    scaled_closure(opt, base, scaler)
+    weights, state = snapshot(net), state_of(opt)
+    scaled_closure(opt, overflowing(base, 2), scaler)
+    assert_same_bits(snapshot(net), weights)
+    found = state_of(opt)
+    if capturable:  # which step was skipped is known on the device alone, so the host's clock goes on
+        for entry, before in zip(found, state, strict=True):
+            entry["hessian_step"] = before["hessian_step"]
+    assert_same_state(found, state)
+    assert int(opt.stats.skipped_steps) == 1
+    assert scaler.get_scale() == SCALE / 2
+    scaled_closure(opt, base, scaler)
+    assert any(not torch.equal(p, q) for p, q in zip(snapshot(net), weights, strict=True))
+
+
+def test_one_float16_parameter_among_others_is_enough():
+    net = make_net()
+    net[4].half()
+    opt = SASSHA(net.parameters(), **OPTIONS)
+    x, y = make_batch()
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    scaled_closure(opt, lambda: torch.nn.functional.cross_entropy(net[4](net[:4](x).half()).float(), y), scaler)
+    assert all(bool(opt.state[p]["exp_avg"].any()) for p in net.parameters())
+
+
+def test_a_second_step_of_float16_weights_before_the_scalers_update_is_refused():
+    net, opt = half("SASSHA", "auto")
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    loss = make_loss(net, torch.float16)
+
+    def closure():
+        opt.zero_grad()
+        value = loss()
+        scaler.scale(value).backward()
+        return value
+
+    opt.step(closure, scaler=scaler)
+    weights = snapshot(net)
+    with pytest.raises(RuntimeError, match=r"SASSHA.step: the scaler has served a step .* scaler.update\(\) after"):
+        opt.step(closure, scaler=scaler)
+    assert_same_bits(snapshot(net), weights)
+    scaler.update()
+    opt.step(closure, scaler=scaler)

@@ -51,6 +51,50 @@ def test_groups_are_held_to_the_same(method, value):
     assert len(opt.param_groups) == 1
 
 
+WIDE = {"state_bits": 8, "master_weight_bits": 24, "full_precision_below": 0, "lazy_hessian": 7, "capturable": True}
+WIDE |= {"seed": 3, "hvp": "finite_difference", "max_grad_norm": 1.0, "adaptive": True, "backend": "reference"}
+WIDE |= {"spatial_averaging": None, "curvature": torch.ones(2), "grad_reduce": np.ones(2)}
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("method", FAMILY)
+def test_a_group_is_not_given_what_holds_for_the_whole_optimizer(method, name):
+    group = {"params": [parameter()], name: WIDE[name]}
+    opt = method([parameter()])
+    for refused in (lambda: method([group]), lambda: opt.add_param_group(group)):
+        with pytest.raises(
+            ValueError, match=rf"^{method.__name__}: a parameter group has {name}=.* holds for the whole"
+        ):
+            refused()
+    assert len(opt.param_groups) == 1
+
+
+def test_groups_may_have_keys_of_their_owner_and_say_what_holds_anyway():
+    torchs = torch.optim.AdamW([parameter()], lr=0.1).param_groups
+    for method in FAMILY:
+        opt = method([{**torchs[0], "initial_lr": 0.1, "layer": 3, "state_bits": 32}])
+        assert opt.param_groups[0]["layer"] == 3
+        method(opt.param_groups)
+        opt.load_state_dict(opt.state_dict())
+    SASSHA([{"params": [parameter()], "state_bits": 8}], state_bits=8)
+
+
+def test_groups_of_sam_may_have_all_hyperparameters_of_its_base_optimizer():
+    group = {"params": [parameter()], "capturable": True}
+    assert SAM([group], torch.optim.AdamW, lr=0.1).param_groups[0]["capturable"] is True
+    with pytest.raises(ValueError, match="SAM: a parameter group has seed=3"):
+        SAM([{"params": [parameter()], "seed": 3}], torch.optim.AdamW, lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["state_bits", "hvp", "my_own"])
+def test_groups_of_checkpoints_may_have_any_keys(name):
+    opt = SASSHA([parameter()])
+    saved = opt.state_dict()
+    saved["param_groups"][0][name] = 8
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0][name] == 8
+
+
 @pytest.mark.parametrize("value", [v for v in NO_NUMBERS if v is not None], ids=repr)
 @pytest.mark.parametrize("method", [*FAMILY, SAM])
 def test_max_grad_norm_is_checked_when_it_is_given_and_when_it_is_assigned(method, value):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from training import assert_same_bits, assert_same_state, closure_of, make_loss, make_net, snapshot, state_of
 
-from sassha_fast import SAM, SASSHA
+from sassha_fast import SAM, SASSHA, cast_model
 
 EIGHT = Setting(torch.float32, 8)
 FORMS = {"as_it_is": lambda opt: opt.state_dict(), "in_float32": lambda opt: opt.full_state_dict()}
@@ -250,6 +250,95 @@ def test_values_that_torch_adds_of_the_optimizer_that_loads_are_not_taken_for_th
     train(other_net, other, 2)
 
 
+# ---- flat checkpoints ------------------------------------------------------------------------------------------------
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def loaded_flat(net, opt, other_net, other):
+    """What torch makes of a flat checkpoint: it asks for the names that the state of ``other`` has."""
+    saved = through_file(get_optimizer_state_dict(net, opt, options=FLAT))[1]
+    set_optimizer_state_dict(other_net, other, saved, options=FLAT)
+
+
+@pytest.mark.parametrize(("used", "capturable"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("setting", "method"), [*((s, "SASSHA") for s in SETTINGS), *((SEVEN, m) for m in METHODS if m != "SASSHA")]
+)
+@pytest.mark.filterwarnings("ignore:MSASSHA. the model's state_dict")
+def test_flat_checkpoints_go_on_bit_for_bit(setting, method, used, capturable):
+    net, opt, _ = trained(setting, 7, method, capturable=capturable)
+    other_net, other = built(setting, method, seed=99, capturable=capturable)
+    train(other_net, other, 2 if used else 0)
+    other_net.load_state_dict(net.state_dict())
+    loaded_flat(net, opt, other_net, other)
+    assert_same_state(state_of(other), state_of(opt))
+    train(net, opt, 3)
+    train(other_net, other, 3)
+    assert_same_bits(snapshot(other_net), snapshot(net))
+    assert_same_state(state_of(other), state_of(opt))
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_flat_distributed_checkpoints_say_how_codes_lie(source, target, tmp_path):
+    net, opt = images(LAYOUTS[source])
+    train_on_images(net, opt, 5)
+    other_net, other = images(LAYOUTS[target], seed=1)
+    train_on_images(other_net, other, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        saved = {"opt": get_optimizer_state_dict(net, opt, options=FLAT)}
+        dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+        found = {"opt": get_optimizer_state_dict(other_net, other, options=FLAT)}
+        dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other_net, other, found["opt"], options=FLAT)
+    for one, two in zip(decoded(other), decoded(opt), strict=True):
+        bound = MOMENTUM_BOUND * float(two["exp_avg"].abs().max())
+        assert torch.allclose(one["exp_avg"], two["exp_avg"], rtol=0.0, atol=bound)
+        assert torch.allclose(one["exp_hessian_diag"], two["exp_hessian_diag"], rtol=CURVATURE_RTOL, atol=0.0)
+    if source == target:
+        assert_same_state(state_of(other), state_of(opt))
+
+
+@pytest.mark.parametrize("target", [Setting(torch.float32), Setting(torch.float32, 16)], ids=id_of)
+def test_flat_codes_that_torch_leaves_out_are_named_with_the_way_to_go(target):
+    net, opt, _ = trained(EIGHT, 3)
+    other_net, other, _ = trained(target, 2)
+    before = state_of(other)
+    way = r"flatten_optimizer_state_dict=True.* with the state_bits, master_weight_bits and full_precision_below that"
+    with pytest.raises(ValueError, match=f"'exp_avg' of .*{way}") as caught:
+        loaded_flat(net, opt, other_net, other)
+    assert "damaged" not in str(caught.value)
+    assert_same_state(state_of(other), before)
+    same_net, same = built(EIGHT)  # which is the remedy
+    loaded_flat(net, opt, same_net, same)
+    other.load_state_dict(same.state_dict())
+    train(other_net, other, 2)
+
+
+@pytest.mark.parametrize("target", [EIGHT, Setting(torch.float32, 16)], ids=id_of)
+def test_flat_numbers_load_into_state_of_fewer_bits(target):
+    net, opt, _ = trained(Setting(torch.float32), 5)
+    other_net, other, _ = trained(target, 2)
+    loaded_flat(net, opt, other_net, other)
+    for one, two in zip(decoded(other), decoded(opt), strict=True):
+        bound = MOMENTUM_BOUND * float(two["exp_avg"].abs().max())
+        assert torch.allclose(one["exp_avg"], two["exp_avg"], rtol=0.0, atol=bound)
+
+
+def test_parameters_without_state_have_none_after_a_flat_checkpoint():
+    net, opt = built(SEVEN)
+    net[0].weight.requires_grad_(False)
+    train(net, opt, 2)
+    net[0].weight.requires_grad_(True)
+    saved = get_optimizer_state_dict(net, opt, options=FLAT)
+    other_net, other, _ = trained(SEVEN, 2)
+    set_optimizer_state_dict(other_net, other, saved, options=FLAT)
+    assert other_net[0].weight not in other.state
+    assert other_net[2].weight in other.state
+
+
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_checkpoints_that_do_not_say_how_codes_lie_are_read_as_they_lie(source, target):
@@ -305,6 +394,32 @@ def test_master_weights_go_into_a_float32_model_that_continues(method):
         assert value.dtype == torch.float32
         assert torch.equal(value.bfloat16().float(), x[name])  # the parameter is the nearest of its masters
     assert any(not torch.equal(masters[name], x[name]) for name in masters)
+
+
+def test_master_weights_have_all_names_of_tied_parameters():
+    def tied(dtype):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(70, 64), nn.Tanh(), nn.BatchNorm1d(64), nn.Linear(64, 70, bias=False))
+        net[3].weight = net[0].weight
+        return cast_model(net, dtype)
+
+    net = tied(torch.bfloat16)
+    opt = SASSHA(net.parameters(), lr=0.02, full_precision_below=0, master_weight_bits=24)
+    y = torch.arange(70)
+    for _ in range(3):
+        x = net[1](net[0](y)).float()
+        loss = nn.functional.cross_entropy(net[3](net[2](x).bfloat16()).float(), y.flip(0))
+        opt.backward(loss)
+        opt.step()
+        opt.zero_grad()
+    masters = opt.master_weights(net)
+    assert list(masters) == [name for name, _ in net.named_parameters(remove_duplicate=False)]
+    assert masters["3.weight"] is masters["0.weight"]
+    wide = tied(torch.float32)
+    assert set(wide.load_state_dict(masters, strict=False).missing_keys) <= {name for name, _ in wide.named_buffers()}
+    assert torch.equal(wide[3].weight, masters["0.weight"])
+    with pytest.warns(UserWarning, match=r"master_weights.* with model.load_state_dict\(weights, strict=False\)"):
+        SASSHA(net.parameters()).load_state_dict(opt.state_dict())
 
 
 def _true(net, opt):
@@ -366,6 +481,21 @@ def damage(key, change):
         (damage(CODES, lambda t: t[1:]), r"'exp_avg' of .* expected codes of shape \(40, 12\)"),
         (damage(CODES, lambda t: t.float()), r"'exp_avg_codes' of .* expected codes, in place of 'exp_avg'"),
         (damage(CODES, lambda t: None), r"'exp_avg_codes' of .* expected codes, in place of 'exp_avg'"),
+        (damage(CODES, lambda t: t.view(torch.uint8)), r"'exp_avg_codes' of .* expected codes of torch.int8;"),
+        (damage(CODES, lambda t: t.to(torch.int16)), r"'exp_avg_codes' of .* expected codes of torch.int8;"),
+        (damage(CODES, lambda t: t * 0 - 128), r"'exp_avg_codes' of .* expected codes from −127 to 127"),
+        (
+            damage("exp_hessian_diag_codes", lambda t: t.to(torch.int16)),
+            r"'exp_hessian_diag_codes' of .* expected codes of torch.int8 or torch.uint8",
+        ),
+        (
+            damage("exp_hessian_diag_codes", lambda t: t.view(torch.int8)),
+            r"'exp_hessian_diag' of .* expected no element below 0",
+        ),
+        (
+            damage("weight_correction_codes", lambda t: t.view(torch.uint8)),
+            r"'weight_correction_codes' of .* expected codes of torch.int8 or torch.int16",
+        ),
         (damage(SCALES, lambda t: t[1:]), r"'exp_avg_scale' of .* expected 15 scales of torch.float32"),
         (damage(SCALES, lambda t: -1 - t), r"'exp_avg_scale' of .* expected finite scales that are not negative"),
         (damage(SCALES, lambda t: t * torch.nan), r"'exp_avg_scale' of .* expected finite scales"),

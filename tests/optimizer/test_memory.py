@@ -74,7 +74,10 @@ def test_small_and_frozen_parameters_are_billed_as_they_are_stored():
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("1000", 1000), ("1,000,000", 10**6), ("350M", 350 * 10**6), ("7b", 7 * 10**9), ("1.5e9", 1_500_000_000)],
+    [
+        *(("1000", 1000), ("1,000,000", 10**6), ("350M", 350 * 10**6), ("7b", 7 * 10**9), ("1.5e9", 1_500_000_000)),
+        *(("1.5B", 1_500_000_000), ("1,500M", 1_500_000_000), ("1,234.5k", 1_234_500), ("1_000_000", 10**6)),
+    ],
 )
 def test_numbers_of_parameters_are_read_as_people_write_them(text, number):
     assert memory.count_of(text) == number
@@ -83,6 +86,14 @@ def test_numbers_of_parameters_are_read_as_people_write_them(text, number):
 @pytest.mark.parametrize("text", ["", "many", "-5", "0", "7X", "1.2.3"])
 def test_other_words_are_refused(text):
     with pytest.raises(ValueError, match=r"^--memory is .* expected a number of parameters, such as 125000000, 350M"):
+        memory.count_of(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["1,5B", "0,5B", "1,5", "12,34M", "1,5e9", "1,0000", "1000,000", "0,500B", "1.000,5", ","]
+)
+def test_a_comma_that_parts_no_thousands_is_not_left_out(text):
+    with pytest.raises(ValueError, match=r"^--memory is .*; a comma parts thousands, as in 125,000,000, and a point"):
         memory.count_of(text)
 
 

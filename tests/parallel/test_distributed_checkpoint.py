@@ -12,7 +12,7 @@ def runs(tmp_path_factory):
     """Everything that is saved goes on for five steps; everything that is resumed takes the same five."""
     folder = tmp_path_factory.mktemp("checkpoints")
     by_two, replicated, meanwhile, by_three, by_one, perturbed, settled = (f"{folder}/{name}" for name in "abcdefg")
-    seven = f"{folder}/seven"
+    seven, flat = f"{folder}/seven", f"{folder}/flat"
     plan = [
         (2, {"saved_by_two": f"save:shards:{by_two}", "saved_by_replicas": f"save:replicas:{replicated}"}),
         (2, {"asynchronous": f"save_async:shards:{meanwhile}", "two_by_two": f"resume:shards:{by_two}"}),
@@ -25,6 +25,7 @@ def runs(tmp_path_factory):
         (1, {"one_by_two": f"resume:alone:{by_two}", "saved_by_one": f"save:alone:{by_one}"}),
         (1, {"m_by_one": f"resume:alone+m:{settled}"}),
         (2, {"seven_saved": f"save:shards+seven:{seven}", "seven_resumed": f"resume_used:shards+seven:{seven}"}),
+        (2, {"flat_saved": f"save_flat:shards+seven:{flat}", "flat_resumed": f"resume_flat:shards+seven:{flat}"}),
         (2, {"moved": "moved"}),
         (2, {"two_by_three": f"resume:shards:{by_three}", "two_by_one": f"resume:shards:{by_one}"}),
     ]
@@ -49,6 +50,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(runs):
         ("m_from_settled", "m_saved"),
         ("m_settled", "m_saved"),
         ("seven_resumed", "seven_saved"),
+        ("flat_resumed", "flat_saved"),
     ):
         for found, expected in zip(runs[resumed], runs[saved], strict=True):
             assert_same_bits(found["params"], expected["params"])

@@ -213,12 +213,21 @@ def go_on(model: nn.Module, opt: SASSHA, steps: int) -> None:
         opt.step(closure_of(opt, part_loss(model, opt.param_groups[0]["params"][0].dtype, 0, 1)))
 
 
-def save(kind: str, folder: Path, asynchronously: bool = False, evaluating: bool = False) -> dict[str, Any]:
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def save(
+    kind: str,
+    folder: Path,
+    asynchronously: bool = False,
+    evaluating: bool = False,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
     net, model, opt = prepared(kind)
     go_on(model, opt, 5)
     with opt.true_weights() if evaluating else nullcontext(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="MSASSHA: the model's state_dict")
-        weights, state = get_state_dict(net, opt)
+        weights, state = get_state_dict(net, opt, options=options)
         if evaluating:  # the weights are views of parameters that train() writes again
             weights = {key: value.clone() for key, value in weights.items()}
     content = {"model": weights, "optimizer": state}
@@ -232,16 +241,17 @@ def save(kind: str, folder: Path, asynchronously: bool = False, evaluating: bool
     return whole_results(net, opt)
 
 
-def resume(kind: str, folder: Path, used: bool = False) -> dict[str, Any]:
+def resume(kind: str, folder: Path, used: bool = False, options: StateDictOptions | None = None) -> dict[str, Any]:
     net, model, opt = prepared(kind)
     if used:
         go_on(model, opt, 3)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="MSASSHA: the model's state_dict")
-        weights, state = get_state_dict(net, opt)
+        weights, state = get_state_dict(net, opt, options=options)
         content = {"model": weights, "optimizer": state}
         dcp.load(content, checkpoint_id=folder)
-        set_state_dict(net, opt, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+        loaded = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
+        set_state_dict(net, opt, **loaded, options=options)
     if isinstance(opt, MSASSHA):
         opt.train()
     go_on(model, opt, 5)
@@ -279,11 +289,12 @@ def moved() -> dict[str, Any]:
 
 
 def checkpoint_scenario(name: str) -> Callable[[], dict[str, Any]]:
-    """``save:shards:folder`` and ``resume:replicas:folder``, with ``async`` and ``used`` as variants."""
+    """``save:shards:folder`` and ``resume:replicas:folder``, with ``async``, ``used`` and ``flat`` as variants."""
     verb, kind, folder = name.split("|")[0].split(":", 2)
+    options = FLAT if verb.endswith("_flat") else None
     if verb.startswith("save"):
-        return lambda: save(kind, Path(folder), verb == "save_async", verb == "save_evaluating")
-    return lambda: resume(kind, Path(folder), used=verb == "resume_used")
+        return lambda: save(kind, Path(folder), verb == "save_async", verb == "save_evaluating", options)
+    return lambda: resume(kind, Path(folder), verb == "resume_used", options)
 
 
 SHARDS: dict[str, Callable[[], dict[str, Any]]] = {
