@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -740,9 +741,10 @@ class FusedOptimizer(Optimizer, Joinable):
         x_in_state = options.variant.x_in_state
         loaded = check_checkpoint(state_dict, self.param_groups, options.lazy_hessian, self._schema())
         state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        groups, dropped, names = [], [], iter(self._parts.params.names())
+        groups, dropped, names = [], [], iter(self.parts.params.names())  # of the groups as they are now
         for saved, group in zip(loaded["param_groups"], self.param_groups, strict=True):
-            for key, p, name in zip(saved.pop("params"), group["params"], names, strict=False):
+            mine = islice(names, len(group["params"]))
+            for key, p, name in zip(saved.pop("params"), group["params"], mine, strict=True):
                 if key in loaded["state"]:
                     entry = loaded["state"][key]
                     stored = stored_format(p, options)
