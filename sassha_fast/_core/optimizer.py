@@ -286,9 +286,9 @@ class FusedOptimizer(Optimizer, Joinable):
         """Climbs to x + ε from the gradients of the first backward pass.
 
         Args:
-            zero_grad: Drop these gradients afterwards. Their memory then holds x until :meth:`unperturb`. One that
-                somebody else holds is left alone, but views of its memory (``p.grad.detach()``, ``.view()``,
-                ``.numpy()``) are not seen: they show x then, so keep copies of gradients.
+            zero_grad: Drop these gradients afterwards. Their memory then holds x until :meth:`unperturb`, but for those
+                that somebody else holds, or views of their memory (``p.grad.detach()``, ``.view()``, ``.numpy()``). A
+                bare address, as of ``data_ptr()``, is not seen.
         """
         self._refuse_in_closure("perturb_weights")
         step, options = self._current(), self._parts.options
