@@ -22,3 +22,6 @@ WEIGHT = "weight"  # x
 ASCENT_SCALE = "ascent_scale"  # the parameter holds x + scale·m (ASAM: x + scale·m⊙x²)
 ASCENT_DRAW = "ascent_draw"  # number of the draw that it was rounded with, if it is of reduced precision
 KEYS_WITH_X = KEYS | {WEIGHT, ASCENT_SCALE, ASCENT_DRAW}
+
+# In parameter groups: what D is an average of, by the name of a Sample. Only these and state survive every checkpoint.
+CURVATURE = "curvature"

@@ -22,6 +22,7 @@ from ..checks import (
     shown,
 )
 from ..variant import Variant
+from .keys import CURVATURE
 
 
 @dataclass(frozen=True)
@@ -280,4 +281,5 @@ def arguments(
         check_flag(flag, given[flag], caller=caller)
     wide = {name: given.pop(name) for name in OPTIONS if name in given}
     defaults = {name: given.get(name, HYPERPARAMETERS[name][0]) for name in _COMMON} | dict(extra or {})
+    defaults[CURVATURE] = variant.sample.name.lower()
     return Options(caller, variant, backend=backend, **wide), defaults
