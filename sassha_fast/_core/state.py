@@ -163,8 +163,7 @@ class Schema:
         closed: Whether state has these keys and no others.
         optional: What it may hold beside them.
         form: Of a parameter, where its state may be in fewer bits; it is checked in float32 then.
-        check_origin: Checks that a saved group, which is given as it is with its number, is of a method whose state means
-            the same.
+        check_origin: Checks that a saved group, given with its number, is of a method whose state means the same.
     """
 
     caller: str
@@ -204,7 +203,7 @@ CURVATURES = {
 
 
 def _curvature_of(saved: Mapping[str, Any]) -> str | None:
-    """What D of a saved group is an average of, None if it does not tell: those of 0.1.0 and the authors have no mark."""
+    """What D of a saved group is an average of, None if it does not tell, as of 0.1.0 or the authors."""
     if CURVATURE in saved:
         return str(saved[CURVATURE])
     if "clip_threshold" in saved:
