@@ -203,7 +203,7 @@ CURVATURES = {
 
 
 def _curvature_of(saved: Mapping[str, Any]) -> str | None:
-    """What D of a saved group is an average of, None if it does not tell, as of 0.1.0 or the authors."""
+    """What D of a saved group is an average of, None if nothing tells: SASSHA with ρ 0, or AdaHessian of 0.1.0."""
     if CURVATURE in saved:
         return str(saved[CURVATURE])
     if "clip_threshold" in saved:
