@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .._passes.accessors import IDLE_REFCOUNT, is_own, requires_grad, used_here, version, weights_moved
+from .._passes.accessors import IDLE_REFCOUNT, are_own, is_own, requires_grad, used_here, version, weights_moved
 from .._passes.plan import Plan
 from .._passes.reference import Stepped
 from .._passes.shards import local
@@ -62,10 +62,10 @@ class GradientAscent(Ascent):
             grads, idle = [g.detach() for g in grads], False
         elif zero_grad and max(map(sys.getrefcount, grads)) > IDLE_REFCOUNT:
             idle = [count <= IDLE_REFCOUNT for count in map(sys.getrefcount, grads)]
-        if idle is not False and not plan.has_own_grads:
-            own = list(map(is_own, map(local, grads)))
-            plan.has_own_grads = all(own)  # as autograd's are; who sets some by hand is looked at again
-            if not plan.has_own_grads:
+        if idle is not False:
+            here = list(map(local, grads)) if plan.sharded else grads
+            if not are_own(here):  # as autograd's are; who sets some by hand may begin with it at any step
+                own = list(map(is_own, here))
                 idle = own if idle is True else [a and b for a, b in zip(idle, own, strict=True)]
         if step.decomposes:  # both g and x are needed later
             idle = False

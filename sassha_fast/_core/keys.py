@@ -25,3 +25,7 @@ WEIGHT = "weight"  # x
 ASCENT_SCALE = "ascent_scale"  # the parameter holds x + scale·m (ASAM: x + scale·m⊙x²)
 ASCENT_DRAW = "ascent_draw"  # number of the draw that it was rounded with, if it is of reduced precision
 KEYS_WITH_X = KEYS | {WEIGHT, ASCENT_SCALE, ASCENT_DRAW}
+
+# In parameter groups of AdaHessian: what D is an average of, by the name of a Sample. Groups of the others have none:
+# torch.distributed.checkpoint refuses older checkpoints where groups have a key more, and would drop it in theirs.
+CURVATURE = "curvature"

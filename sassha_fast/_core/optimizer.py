@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -287,9 +288,9 @@ class FusedOptimizer(Optimizer, Joinable):
         """Climbs to x + ε from the gradients of the first backward pass.
 
         Args:
-            zero_grad: Drop these gradients afterwards. Their memory then holds x until :meth:`unperturb`. One that
-                somebody else holds is left alone, but views of its memory (``p.grad.detach()``, ``.view()``,
-                ``.numpy()``) are not seen: they show x then, so keep copies of gradients.
+            zero_grad: Drop these gradients afterwards. Their memory then holds x until :meth:`unperturb`, but for those
+                that somebody else holds, or views of their memory (``p.grad.detach()``, ``.view()``, ``.numpy()``). A
+                bare address, as of ``data_ptr()``, is not seen.
         """
         self._refuse_in_closure("perturb_weights")
         step, options = self._current(), self._parts.options
@@ -758,9 +759,10 @@ class FusedOptimizer(Optimizer, Joinable):
         x_in_state = options.variant.x_in_state
         loaded = check_checkpoint(state_dict, self.param_groups, options.lazy_hessian, self._schema())
         state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        groups, dropped, names = [], [], iter(self._parts.params.names())
+        groups, dropped, names = [], [], iter(self.parts.params.names())  # of the groups as they are now
         for saved, group in zip(loaded["param_groups"], self.param_groups, strict=True):
-            for key, p, name in zip(saved.pop("params"), group["params"], names, strict=False):
+            mine = islice(names, len(group["params"]))
+            for key, p, name in zip(saved.pop("params"), group["params"], mine, strict=True):
                 if key in loaded["state"]:
                     entry = loaded["state"][key]
                     stored = stored_format(p, options)

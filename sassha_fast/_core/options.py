@@ -21,7 +21,8 @@ from ..checks import (
     is_one_of,
     shown,
 )
-from ..variant import Variant
+from ..variant import Sample, Variant
+from .keys import CURVATURE
 
 
 @dataclass(frozen=True)
@@ -302,4 +303,6 @@ def arguments(
         check_flag(flag, given[flag], caller=caller)
     wide = {name: given.pop(name) for name in OPTIONS if name in given}
     defaults = {name: given.get(name, HYPERPARAMETERS[name][0]) for name in _COMMON} | dict(extra or {})
+    if variant.sample is Sample.SQUARE:  # the one whose hyperparameters don't tell, see state.py
+        defaults[CURVATURE] = variant.sample.name.lower()
     return Options(caller, variant, backend=backend, **wide), defaults

@@ -48,6 +48,7 @@ class Parameters:
         all: Every parameter, in the order of the groups.
         elements: Of all parameters together.
         outcome: What the refresh of the last step brought, where a device has yet to tell.
+        edition: How many times parameters came, went or changed places: what is known by position goes by one.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class Parameters:
         self.all: list[Tensor] = []
         self.elements = 0
         self.outcome: Outcome | None = None
+        self.edition = 0
         self._sizes: list[int] = []  # of the groups
         self._plans: dict[tuple[bool, ...] | None, Plan] = {}
         self._captured: list[Plan] = []  # whose memory CUDA graphs read, which may be replayed at any time
@@ -67,7 +69,9 @@ class Parameters:
         lists = list(map(itemgetter("params"), groups))
         sizes = list(map(len, lists))
         if sizes != self._sizes or not all(map(is_, chain.from_iterable(lists), self.all)):
-            self.all, self._sizes = list(chain.from_iterable(lists)), sizes
+            found = list(chain.from_iterable(lists))
+            self.edition += len(found) != len(self.all) or not all(map(is_, found, self.all))
+            self.all, self._sizes = found, sizes
             if any(map(is_lazy, self.all)):
                 self._sizes = []  # to look again at the next call: the first forward pass gives them their shapes
             self.elements = sum(p.numel() for p in self.all if not is_lazy(p))

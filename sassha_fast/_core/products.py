@@ -23,6 +23,8 @@ _ON_THE_WAY = ("CopyBackward", "AddBackward")  # from where a gradient was compu
 # In torch's messages: operations without a formula, flash attention among them; compiled code; cuDNN's RNNs.
 _NO_DOUBLE_BACKWARD = ("is not implemented", "double backward", "Double backward")
 
+_SPENT = "backward through the graph a second time"
+
 
 @ranged("products")
 def exact_products(
@@ -102,6 +104,13 @@ def _differentiated(
                 )
             )
     except RuntimeError as error:
+        if _SPENT in str(error):
+            raise RuntimeError(
+                f"{caller}: the graph of the gradients is used up, so there are no second products from it: another "
+                "optimizer has taken its products of the same backward pass, or somebody has differentiated it. Give "
+                "one optimizer all parameters, in groups with their own hyperparameters, run a backward pass for each "
+                "optimizer, or construct them with hvp='finite_difference'"
+            ) from error
         if not any(sign in str(error) for sign in _NO_DOUBLE_BACKWARD):
             raise
         raise RuntimeError(

@@ -24,6 +24,7 @@ from .keys import (
     BIAS2,
     CORRECTION,
     CORRECTION_OF,
+    CURVATURE,
     EXP_AVG,
     HESSIAN,
     HESSIAN_STEP,
@@ -162,6 +163,7 @@ class Schema:
         closed: Whether state has these keys and no others.
         optional: What it may hold beside them.
         form: Of a parameter, where its state may be in fewer bits; it is checked in float32 then.
+        check_origin: Checks that a saved group, given with its number, is of a method whose state means the same.
     """
 
     caller: str
@@ -173,6 +175,7 @@ class Schema:
     closed: bool = True
     optional: Mapping[str, Check] = field(default_factory=dict)
     form: Callable[[Tensor], Format] | None = None
+    check_origin: Callable[[Mapping[str, Any], int], None] = lambda saved, number: None
 
 
 def own_schema(variant: Variant, form: Callable[[Tensor], Format], *, caller: str) -> Schema:
@@ -187,6 +190,41 @@ def own_schema(variant: Variant, form: Callable[[Tensor], Format], *, caller: st
         lambda saved, g, p: fields,
         optional={CORRECTION: part_of_last_place, CORRECTION_OF: mantissa},
         form=form,
+        check_origin=lambda saved, number: _check_curvature(saved, number, variant.sample, caller),
+    )
+
+
+# What D is an average of, and whose it is.
+CURVATURES = {
+    Sample.ABS: ("absolute values", "SASSHA, G-SASSHA or M-SASSHA"),
+    Sample.SIGNED: ("signed values", "Sophia-H"),
+    Sample.SQUARE: ("squares", "AdaHessian"),
+}
+
+
+def _curvature_of(saved: Mapping[str, Any]) -> str | None:
+    """What D of a saved group is an average of, None if nothing tells: SASSHA with ρ 0, or AdaHessian of 0.1.0."""
+    if CURVATURE in saved:
+        return str(saved[CURVATURE])
+    if "clip_threshold" in saved:
+        return Sample.SIGNED.name.lower()
+    climbs = as_number(saved.get("rho", 0.0)) or "alpha" in saved or "sign" in saved
+    return Sample.ABS.name.lower() if climbs else None
+
+
+def _check_curvature(saved: Mapping[str, Any], number: int, sample: Sample, caller: str) -> None:
+    """Raises ValueError if D of a saved group is known to be an average of something else than ``sample``."""
+    found = _curvature_of(saved)
+    if found is None or found == sample.name.lower():
+        return
+    if found not in (other.name.lower() for other in CURVATURES):
+        known = [other.name.lower() for other in CURVATURES]
+        refuse_saved(f"{CURVATURE!r} of group {number}", saved[CURVATURE], f"one of {known}", caller=caller)
+    (theirs, method), (ours, _) = CURVATURES[Sample[found.upper()]], CURVATURES[sample]
+    raise ValueError(
+        f"{caller}.load_state_dict: group {number} is of {method}, whose curvature is an average of {theirs}, and that "
+        f"of {caller} one of {ours}; load it into an optimizer of {method}, or load the model alone and begin {caller} "
+        "with an empty state"
     )
 
 
@@ -274,6 +312,7 @@ def check_checkpoint(
             )
         if saved.get("param_names") is None:
             saved.pop("param_names", None)
+        schema.check_origin(saved, g)
         for key, value in group.items():
             saved.setdefault(key, value)
         _check_hyperparameters(saved, g, schema)

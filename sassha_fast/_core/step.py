@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from .. import schedules
@@ -190,6 +191,43 @@ def _kept(scale: Tensor) -> float | Tensor:
     return float(scale) if scale.device.type == "cpu" else scale.double()
 
 
+class LaterPasses:
+    """Notices a backward pass that gives parameters new gradients in place of those that they have now.
+
+    Of gradients that are others one can't see who made them: a backward pass, or somebody who clips by
+    ``p.grad = p.grad.clamp(...)``. So torch tells of every pass into two of the parameters, which most passes reach.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        """Listens at parameters that have a gradient, for as long as it lives."""
+        self._handles: list[RemovableHandle] = []
+        self._before = [(p, TensorWeakRef(p.grad)) for p in params if p.grad is not None]
+        self._reached: set[int] = set()
+        note = partial(_note, self._reached)  # which does not know this object, so that it ends with its step
+        for p in params:
+            if p.requires_grad:
+                self._handles.append(p.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+
+    def __del__(self) -> None:
+        """Leaves nothing at the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def began_anew(self) -> bool:
+        """Whether a parameter has a gradient of a later pass. One that was added to is the same tensor."""
+        return any(id(p) in self._reached and p.grad is not before() for p, before in self._before)
+
+    @property
+    def are_zeroed(self) -> bool:
+        """Whether none of the parameters has a gradient any more."""
+        return all(p.grad is None for p, _ in self._before)
+
+
+def _note(reached: set[int], param: Tensor) -> None:
+    reached.add(id(param))
+
+
 def _undone_on_error(method: Callable[Concatenate[Step, P], R]) -> Callable[Concatenate[Step, P], R]:
     """Ends the step if an exception leaves the method."""
 
@@ -252,12 +290,13 @@ class Step:
         self.wants_graph = True
         self.is_shadow = False
         self.is_captured = False
+        self._edition = params.edition  # of the parameters that positions are those of
         self.is_broken = False
         self.is_undone = False
         self._zeroes = False  # whether the ascent may have taken the memory of gradients
         self._is_reduced = False  # whether the gradients come from all processes
-        # A parameter, the gradient of it that was collected, and how many operations autograd had recorded by then.
-        self._collected: tuple[Tensor, TensorWeakRef, int, int] | None = None
+        self._collected: tuple[Tensor, TensorWeakRef, int] | None = None  # a parameter, its gradient, and the version
+        self._later_passes: LaterPasses | None = None  # than the one whose gradients were collected
         self._knows_scaler = False
         self._versions: list[int] = []  # of the moved parameters when they were moved last
         self._radii: Sequence[float | Tensor] | None = None
@@ -288,27 +327,29 @@ class Step:
     def has_new_graph(self) -> bool:
         """Whether a backward pass has run since products were taken, which cut the gradients off their graph."""
         taken = self.curvature is not None and self.curvature.products is not None
-        return taken and self.phase is Phase.COLLECTED and self.parts.params.have_graphs()
+        if not taken or self.phase is not Phase.COLLECTED or self._edition != self.parts.params.edition:
+            return False  # a parameter that came since was not cut off
+        return self.parts.params.have_graphs()
 
     @property
     def is_stale(self) -> bool:
         """Whether the gradients at hand are not those that were collected: somebody skipped the step by hand.
 
-        Who only replaces gradients, by clipped ones say, runs no forward pass before.
+        Who only replaces gradients, by clipped ones say, runs no backward pass into these parameters before.
         """
         if self.has_new_graph:
             return True
-        if self.phase is not Phase.COLLECTED or self._collected is None:
+        later = self._later_passes
+        if self.phase is not Phase.COLLECTED or later is None:
             return False
-        p, collected, _, number = self._collected
-        return (p.grad is None or p.grad is not collected()) and torch._C._autograd._get_sequence_nr() != number
+        return later.began_anew or (later.are_zeroed and self.parts.params.have_grads())
 
     @property
     def was_unscaled_before(self) -> bool:
         """Of gradients that a scaler has unscaled: whether it did before they were collected, unseen."""
         if self._collected is None or self._knows_scaler:
             return False
-        p, collected, number, _ = self._collected
+        p, collected, number = self._collected
         return p.grad is not None and p.grad is collected() and version(p.grad) == number
 
     @property
@@ -463,6 +504,7 @@ class Step:
             The gradients and their plan, for :meth:`update`, if they were looked up and are still the same.
         """
         self.check_untouched(caller)
+        self._check_positions(caller)
         if is_unscaled and (self.firsts is not None or self.refresh.probes is not None):
             raise RuntimeError(
                 f"{self.parts.options.caller}.{caller}: GradScaler has unscaled the gradients of the last pass, but "
@@ -494,8 +536,10 @@ class Step:
         if not self.driven:
             first = next((p for p in self.parts.params.all if p.grad is not None), None)
             if first is not None and first.grad is not None:
-                number = torch._C._autograd._get_sequence_nr()
-                self._collected = first, TensorWeakRef(first.grad), version(first.grad), number
+                self._collected = first, TensorWeakRef(first.grad), version(first.grad)
+                if caller != "step":  # which goes on to the update at once
+                    last = next(p for p in reversed(self.parts.params.all) if p.grad is not None)
+                    self._later_passes = LaterPasses([first] if last is first else [first, last])
         if not self.is_away:
             self.phase = Phase.COLLECTED
         return gathered
@@ -534,6 +578,7 @@ class Step:
         params, curvature = self.parts.params, self.curvature
         assert curvature is not None
         self._check_capture("step")
+        self._check_positions("step")
         if self.driven:
             self.parts.check_groups()  # again: closures may write into them too
         plan, grads = gathered or params.gather(self.parts.options, again=self.climbed)
@@ -601,6 +646,18 @@ class Step:
                 f"{self.parts.options.caller}.{caller}: {changed} changed in place while holding x + ε, and going back "
                 "loses that; move the line that changes weights to after step(). The weights are x again"
             )
+
+    def _check_positions(self, caller: str) -> None:
+        """Raises if what was taken belongs to other parameters than those that stand there now."""
+        taken = self.curvature is not None and self.curvature.products is not None
+        if self._edition == self.parts.params.edition or not (taken or self.firsts or self.refresh.probes):
+            return
+        what = "products of this refresh" if taken or self.refresh.probes else "gradients of the first pass"
+        raise RuntimeError(
+            f"{self.parts.options.caller}.{caller}: param_groups changed within a step, after the {what} were taken "
+            "for the parameters that were there; change param_groups after step() or before the first backward pass, "
+            "and call zero_grad() to begin this step again"
+        )
 
     def _check_capture(self, caller: str) -> None:
         """Raises if a CUDA graph is captured that would not do at every replay what this step does."""

@@ -30,6 +30,10 @@ grad: Callable[[Tensor], Tensor | None] = torch._C.TensorBase.__dict__["grad"]._
 set_grad: Callable[[Tensor, None], None] = torch._C.TensorBase.__dict__["grad"].__set__
 version: Callable[[Tensor], int] = torch._C.TensorBase.__dict__["_version"].__get__
 record_stream = torch._C.TensorBase.record_stream
+storage_of: Callable[[Tensor], Any] = torch._C.TensorBase.untyped_storage
+storage_address: Callable[[Any], int] = torch._C.StorageBase.__dict__["_cdata"].__get__
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+is_resizable: Callable[[Any], bool] = torch._C.StorageBase.__dict__["resizable"]
 requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
 
 
@@ -106,9 +110,20 @@ def is_own(tensor: Tensor) -> bool:
     """Whether nobody else holds the memory of a tensor: no view, no parameter, no array of NumPy."""
     if tensor.layout is not torch.strided:
         return True  # which another error names
-    storage = tensor.untyped_storage()
-    uses: int = torch._C._storage_Use_Count(storage._cdata)  # the tensor's, and that of ``storage``
-    return uses <= 2 and storage.resizable()
+    return are_own([tensor])
+
+
+def are_own(tensors: list[Tensor]) -> bool:
+    """Whether nobody but the tensors themselves holds the memory of any of them.
+
+    It is asked before every ascent, as gradients may come from elsewhere at any step.
+    """
+    try:
+        storages = list(map(storage_of, tensors))
+    except RuntimeError:  # one has none, such as a sparse one
+        return False
+    uses = map(storage_uses, map(storage_address, storages))  # the tensor's, and that of ``storages``
+    return max(uses, default=0) <= 2 and all(map(is_resizable, storages))
 
 
 def no_grad(method: Callable[P, R]) -> Callable[P, R]:

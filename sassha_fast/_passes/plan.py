@@ -53,7 +53,6 @@ class Plan:
         groups: Parameter group of each.
         spans: The slice that each group takes of every list: parameters come group by group.
         has_curvature: Whether every parameter has some. Once true, it stays true.
-        has_own_grads: Whether nobody but their tensors held the memory of the first gradients: it may be taken.
         states: State that is bound to the passes.
         signs_in_registers: Of each parameter, whether the update can draw the signs of its product itself.
         constants: Numbers of the host on the devices.
@@ -116,7 +115,6 @@ class Plan:
             for j, i in enumerate(places):
                 self.signs_in_registers[i] = part.signs_in_registers(j)
         self.has_curvature = False
-        self.has_own_grads = False
         self.constants = Constants()
         self.states: list[dict[str, Any]] = []
         self._state_places: list[list[int]] = []

@@ -200,3 +200,78 @@ def test_values_that_stay_are_not_checked_again(monkeypatch):
     opt.param_groups[1]["lr"] = 0.04
     opt.step(closure)
     assert looked == ["lr"]
+
+
+# ---- parameters that come, go and change places within a step -----------------------------------------------------
+
+
+def swap(opt, spare):
+    first, second = (group["params"] for group in opt.param_groups)
+    first[0], second[0] = second[0], first[0]
+
+
+def take_out(opt, spare):
+    opt.param_groups[0]["params"].pop(0)
+
+
+def put_in(opt, spare):
+    opt.param_groups[0]["params"].append(spare)
+
+
+def move(opt, spare):
+    """To the next group, which leaves the order as it is."""
+    first, second = (group["params"] for group in opt.param_groups)
+    second.insert(0, first.pop())
+
+
+def up_to_the_step(net, opt, spare):
+    def loss():
+        x = torch.linspace(-1.0, 1.0, 15).view(5, 3)
+        return net(x).square().mean() + (spare**2).sum()
+
+    climbs = isinstance(opt, SASSHA)
+    loss().backward(create_graph=opt.hessian_due and not climbs)
+    if climbs:
+        opt.perturb_weights()
+        loss().backward(create_graph=opt.hessian_due)
+        opt.unperturb()
+    else:
+        opt.take_products()
+
+
+@pytest.mark.parametrize("edit", [swap, take_out, put_in])
+@pytest.mark.parametrize("method", FAMILY)
+def test_products_are_not_given_to_parameters_that_took_others_places(method, edit):
+    net, opt = make(method, lazy_hessian=2)
+    spare = nn.Parameter(torch.ones(2))
+    up_to_the_step(net, opt, spare)
+    edit(opt, spare)
+    before = snapshot(net)
+    message = rf"^{method.__name__}\.step: param_groups changed within a step, .*zero_grad"
+    with pytest.raises(RuntimeError, match=message):
+        opt.step()
+    assert_same_bits(snapshot(net), before)
+    assert not any(opt.state.values())
+    for _ in range(2):
+        net.zero_grad()
+        spare.grad = None
+        up_to_the_step(net, opt, spare)
+        opt.step()
+    net.zero_grad()
+    spare.grad = None
+    up_to_the_step(net, opt, spare)  # of the refresh after, which ends as a step begun with these groups does
+    opt.step()
+
+
+@pytest.mark.parametrize("method", FAMILY)
+def test_a_parameter_that_changes_its_group_within_a_step_takes_its_product_with_it(method):
+    found = []
+    for edits in (False, True):
+        net, opt = make(method)
+        spare = nn.Parameter(torch.ones(2))
+        up_to_the_step(net, opt, spare)
+        if edits:
+            move(opt, spare)
+        opt.step()
+        found.append(snapshot(net))
+    assert_same_bits(*found)

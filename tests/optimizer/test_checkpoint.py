@@ -8,8 +8,10 @@ import pytest
 import torch
 from training import (
     BACKENDS,
+    DEVICE,
     assert_same_bits,
     assert_same_state,
+    closure_of,
     make_loss,
     make_net,
     same_bits,
@@ -19,7 +21,7 @@ from training import (
     train,
 )
 
-from sassha_fast import SASSHA, schedules
+from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian, SophiaH, schedules
 
 OPTIONS = {"lr": 0.03, "rho": 0.05, "lazy_hessian": 4, "n_samples": 2, "weight_decay": 0.01}
 
@@ -92,9 +94,11 @@ def test_loaded_state_does_not_share_memory_with_the_checkpoint():
     assert same_bits(saved["state"][0]["exp_avg"], kept)
 
 
-@pytest.mark.parametrize(
-    "clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
-)
+def through_pickle(pair):
+    return pickle.loads(pickle.dumps(pair))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, through_pickle], ids=["deepcopy", "pickle"])
 def test_a_copy_of_model_and_optimizer_trains_on_alike(clone):
     net = make_net()
     opt = SASSHA(net.parameters(), hvp_point="upstream", seed=5, **OPTIONS)
@@ -104,6 +108,100 @@ def test_a_copy_of_model_and_optimizer_trains_on_alike(clone):
     train(net, opt, 7)
     train(other_net, other, 7)
     assert_same_bits(snapshot(other_net), snapshot(net))
+    assert_same_state(state_of(other), state_of(opt))
+
+
+FAMILY = (SASSHA, GSASSHA, MSASSHA, AdaHessian, SophiaH)
+
+
+def trained(method, steps=3, **options):
+    net = make_net()
+    opt = method(net.parameters(), lr=0.01, **options)
+    loss = make_loss(net)
+    for _ in range(steps):
+        opt.step(closure_of(opt, loss))
+    return net, opt
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, through_pickle], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("method", FAMILY)
+def test_a_copy_takes_a_whole_checkpoint_as_its_first_call(method, clone):
+    net, opt = trained(method)
+    other_net, other = clone((net, opt))
+    saved = copy.deepcopy((net.state_dict(), opt.state_dict()))
+    for _ in range(2):
+        opt.step(closure_of(opt, make_loss(net)))
+    later = copy.deepcopy((net.state_dict(), opt.state_dict()))
+    other.load_state_dict(saved[1])
+    assert len(other.state) == len(list(net.parameters()))
+    for _ in range(2):
+        other.step(closure_of(other, make_loss(other_net)))
+    assert_same_bits(snapshot(other_net), snapshot(net))
+    assert_same_state(state_of(other), state_of(opt))
+    last_net, last = clone((other_net, other))
+    last_net.load_state_dict(later[0])
+    last.load_state_dict(later[1])
+    assert_same_state(state_of(last), state_of(opt))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, through_pickle], ids=["deepcopy", "pickle"])
+def test_a_copy_of_compact_state_takes_a_whole_checkpoint_as_its_first_call(clone):
+    net = make_net(torch.bfloat16)
+    options = {"state_bits": 8, "master_weight_bits": 24, "full_precision_below": 0}
+    opt = SASSHA(net.parameters(), **OPTIONS, **options)
+    train(net, opt, 3, torch.bfloat16)
+    _, other = clone((net, opt))
+    other.load_state_dict(opt.state_dict())
+    assert_same_state(state_of(other), state_of(opt))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, through_pickle], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("method", FAMILY)
+def test_every_call_knows_the_parameters_of_a_copy(method, clone):
+    net, opt = trained(method)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    saved, due, probes = opt.state_dict(), opt.hessian_due, opt.probes_due
+
+    def copied():
+        return clone((net, opt))[1]
+
+    for given in (copied().state_dict(), copied().full_state_dict()):
+        assert given["state"].keys() == saved["state"].keys()
+        for index, entry in saved["state"].items():
+            assert torch.equal(given["state"][index]["exp_hessian_diag"], entry["exp_hessian_diag"])
+    assert (copied().hessian_due, copied().probes_due) == (due, probes)
+    other_net, other = clone((net, opt))
+    assert len(other.master_weights(other_net)) == len(list(net.parameters()))
+    other_net, other = clone((net, opt))
+    other.zero_grad()
+    assert all(p.grad is None for p in other_net.parameters())
+    other = copied()
+    other.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device=DEVICE))]})
+    assert len(other.state) == len(saved["state"])
+    assert [len(group["params"]) for group in other.state_dict()["param_groups"]] == [len(saved["state"]), 1]
+
+
+@pytest.mark.parametrize("method", FAMILY)
+def test_a_checkpoint_loads_whole_after_groups_were_added_to_a_loaded_optimizer(method):
+    def in_two_groups():
+        net = make_net()
+        opt = method(net[:3].parameters(), lr=0.01)
+        return net, opt, net[3:].parameters()
+
+    net, opt, rest = in_two_groups()
+    opt.step(closure_of(opt, make_loss(net)))
+    first = copy.deepcopy(opt.state_dict())
+    opt.add_param_group({"params": rest})
+    opt.zero_grad()
+    for _ in range(2):
+        opt.step(closure_of(opt, make_loss(net)))
+    whole = copy.deepcopy(opt.state_dict())
+
+    _, other, rest = in_two_groups()
+    other.load_state_dict(first)
+    other.add_param_group({"params": rest})
+    other.load_state_dict(whole)
     assert_same_state(state_of(other), state_of(opt))
 
 

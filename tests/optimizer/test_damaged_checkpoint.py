@@ -352,19 +352,61 @@ def test_constructors_refuse_what_is_no_number(make, lr):
 @pytest.mark.parametrize("saver", METHODS)
 @pytest.mark.parametrize("loader", METHODS)
 def test_a_checkpoint_of_another_method_is_refused_or_the_run_goes_on(loader, saver):
-    """What is refused are other state, other hyperparameters, and curvature of a sign. Nothing fails later."""
+    """What is refused are other state, other hyperparameters, and curvature of another kind. Nothing fails later."""
     _, other = trained(saver)
     problem, opt = trained(loader)
     weights, state = problem.weights(), state_of(opt)
-    alike = ("SASSHA", "GSASSHA", "AdaHessian", "SophiaH")
-    if loader == saver or ({loader, saver} <= set(alike) and saver != "SophiaH"):
+    if loader == saver or {loader, saver} == {"SASSHA", "GSASSHA"}:
         opt.load_state_dict(other.state_dict())
     else:
-        with pytest.raises(ValueError, match=r"load_state_dict: .* (lacks|no element below 0)"):
+        with pytest.raises(ValueError, match=r"load_state_dict: .* (lacks|curvature is an average)"):
             opt.load_state_dict(other.state_dict())
         assert_same_bits(problem.weights(), weights)
         assert_same_state(state_of(opt), state)
     by_closure(opt, problem.loss)
+
+
+def without_mark(saved):
+    """As 0.1.0 wrote it."""
+    for group in saved["param_groups"]:
+        group.pop("curvature", None)
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "method", "mark"),
+    [
+        ("AdaHessian", "SASSHA", "AdaHessian, whose curvature is an average of squares,", True),
+        ("SASSHA", "AdaHessian", "SASSHA, G-SASSHA or M-SASSHA, whose curvature is an average of absolute", True),
+        ("SophiaH", "AdaHessian", "Sophia-H, whose curvature is an average of signed", True),
+        ("SophiaH", "SASSHA", "Sophia-H, whose curvature is an average of signed", False),
+        ("SASSHA", "AdaHessian", "SASSHA, G-SASSHA or M-SASSHA, whose curvature is an average of absolute", False),
+        ("GSASSHA", "SophiaH", "SASSHA, G-SASSHA or M-SASSHA, whose curvature is an average of absolute", False),
+    ],
+)
+def test_curvature_of_another_kind_is_refused_by_the_names_of_both_methods(saver, loader, method, mark):
+    saved = copy.deepcopy(trained(saver)[1].state_dict())
+    _, opt = trained(loader)
+    live, state = groups_of(opt), state_of(opt)
+    message = rf"{loader}.load_state_dict: group 0 is of {method}.*begin {loader} with an empty"
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(saved if mark else without_mark(saved))
+    assert groups_of(opt) == live
+    assert_same_state(state_of(opt), state)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_groups_without_a_mark_load_into_their_own_method_and_get_it(name):
+    problem, opt = trained(name)
+    live = groups_of(opt)
+    opt.load_state_dict(without_mark(copy.deepcopy(opt.state_dict())))
+    assert groups_of(opt) == live
+    by_closure(opt, problem.loss)
+
+
+@pytest.mark.parametrize("value", [7, None, "cube"])
+def test_a_mark_that_nobody_writes_is_a_damage(value):
+    assert_refused("SASSHA", lambda saved: group_with(saved, 1, "curvature", value), "'curvature' of group 1", "one of")
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step"])

@@ -145,6 +145,65 @@ def test_gradients_in_memory_that_is_used_again_are_equal_on_all_backends(fill, 
 
 
 @pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("begins", [0, 1, 2])
+@pytest.mark.parametrize("fill", [by_numpy, by_view])
+def test_gradients_may_become_views_of_the_users_memory_at_any_step(fill, begins, backend):
+    pytest.importorskip("numpy")
+    p, buffer = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0])), torch.zeros(3)
+    opt = SASSHA([p], lr=0.1, rho=0.05, backend=backend)
+    for t in range(4):
+        (p**2).sum().backward()
+        if t >= begins:
+            fill(p, buffer)
+        x = p.detach().clone()
+        opt.perturb_weights()
+        assert not torch.equal(p, x)
+        buffer.zero_()
+        (p**2).sum().backward(create_graph=opt.hessian_due)
+        opt.unperturb()
+        assert torch.equal(p, x)
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("look", [torch.Tensor.detach, lambda g: g.view(-1), lambda g: g.numpy()])
+def test_a_view_that_somebody_keeps_of_a_gradient_goes_on_showing_the_gradient(look, backend):
+    pytest.importorskip("numpy")
+    p = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    opt = SASSHA([p], lr=0.1, rho=0.05, backend=backend)
+    for t in range(3):
+        (p**2).sum().backward()
+        kept, expected = look(p.grad) if t else None, p.grad.tolist()
+        opt.perturb_weights()
+        assert kept is None or kept.tolist() == expected
+        (p**2).sum().backward(create_graph=opt.hessian_due)
+        opt.unperturb()
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("backend", PLAIN)
+def test_two_gradients_may_become_views_of_one_tensor_at_any_step(backend):
+    params = [torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]) * i) for i in (1, 2)]
+    opt = SASSHA(params, lr=0.1, rho=0.05, backend=backend)
+    for t in range(3):
+        sum((p**3).sum() for p in params).backward()
+        if t > 0:
+            mean = (params[0].grad + params[1].grad) / 2
+            for p in params:
+                p.grad = mean.view(3)
+            del mean
+        before = [p.detach().clone() for p in params]
+        opt.perturb_weights()
+        sum((p**3).sum() for p in params).backward(create_graph=opt.hessian_due)
+        opt.unperturb()
+        assert all(map(torch.equal, params, before))
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("backend", PLAIN)
 def test_a_gradient_that_is_the_parameter_itself_does_not_lose_x(backend):
     p = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
     opt = SAM([p], torch.optim.SGD, lr=0.1, rho=0.05, backend=backend)

@@ -68,6 +68,66 @@ def test_gradients_that_were_replaced_by_others_of_the_same_pass_are_those_of_th
     assert_same_bits(*found)
 
 
+@pytest.mark.parametrize("method", [SASSHA, GSASSHA, MSASSHA, AdaHessian, SophiaH])
+def test_gradients_that_were_replaced_are_those_of_the_step_whatever_autograd_did_in_between(method):
+    found = []
+    for between in (None, "metric", "another model"):
+        net, other = make_net(), make_net()
+        climbs = issubclass(method, SASSHA)
+        opt = method(net.parameters(), lr=0.05, lazy_hessian=2, **({"rho": 0.05} if climbs else {}))
+        for _ in range(4):
+            loss_of(net).backward(create_graph=opt.hessian_due and not climbs)
+            if climbs:
+                opt.perturb_weights()
+                loss_of(net).backward(create_graph=opt.hessian_due)
+                opt.unperturb()
+            else:
+                opt.take_products()
+            if between == "metric":
+                loss_of(net).mul(2)
+            elif between is not None:
+                loss_of(other).backward()
+            for p in net.parameters():
+                p.grad = p.grad.clamp(-0.01, 0.01)
+            assert not opt._current().is_stale
+            opt.step()
+            opt.zero_grad()
+        found.append(snapshot(net))
+    assert_same_bits(found[0], found[1])
+    assert_same_bits(found[0], found[2])
+
+
+def test_a_new_pass_that_reaches_other_parameters_is_noticed():
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    opt = AdaHessian(params, lr=0.05, lazy_hessian=10)
+    for _ in range(2):
+        sum((p**3).sum() for p in params).backward(create_graph=opt.hessian_due)
+        opt.take_products()
+        skipped = opt._current()
+        for p in params:
+            p.grad = None
+        (params[1] ** 3).sum().backward(create_graph=opt.hessian_due)
+        assert skipped.is_stale
+        opt.step()
+        opt.zero_grad()
+
+
+def test_nothing_stays_at_the_parameters_after_a_step_that_was_taken_or_given_up():
+    net = make_net()
+    opt = AdaHessian(net.parameters(), lr=0.05, lazy_hessian=10)
+    for _ in range(2):
+        loss_of(net).backward(create_graph=opt.hessian_due)
+        opt.take_products()
+        copy.deepcopy(net)
+        opt.step()
+        assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+        opt.zero_grad()
+        loss_of(net).backward(create_graph=opt.hessian_due)
+        opt.take_products()
+        opt.zero_grad()
+        assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+
+
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
 def test_a_hook_that_raises_leaves_nothing_of_a_call_of_gradscaler(register):
     net = make_net()

@@ -8,9 +8,10 @@ import zoo
 from tolerances import PRODUCT_RTOL
 from torch.amp import GradScaler
 from torch.func import functional_call, grad
+from torch.nn import functional as F
 from training import assert_same_bits, closure_of, make_net, snapshot, state_of
 
-from sassha_fast import SASSHA, reference
+from sassha_fast import SASSHA, AdaHessian, reference
 from sassha_fast._core.contexts import frozen_batchnorm, refresh_context
 from sassha_fast._core.products import exact_products
 
@@ -193,3 +194,21 @@ class _Slope(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_grad):
         return torch.full_like(grad_grad, torch.inf), grad_grad
+
+
+@pytest.mark.parametrize("method", [SASSHA, AdaHessian])
+def test_two_optimizers_of_one_graph_are_told_what_to_do_and_x_is_back(method):
+    net = make_net()
+    parts = [method(net[i].parameters(), lr=0.01, **({"rho": 0.05} if method is SASSHA else {})) for i in (0, 4)]
+    x, y = torch.ones(4, 12), torch.tensor([0, 1, 2, 0])
+    before = snapshot(net)
+    if method is SASSHA:
+        F.cross_entropy(net(x), y).backward()
+        for opt in parts:
+            opt.perturb_weights()
+    F.cross_entropy(net(x), y).backward(create_graph=True)
+    calls = [opt.unperturb if method is SASSHA else opt.take_products for opt in parts]
+    calls[0]()
+    with pytest.raises(RuntimeError, match=r"graph of the gradients is used up.* Give one optimizer all parameters"):
+        calls[1]()
+    assert_same_bits(snapshot(net), before)

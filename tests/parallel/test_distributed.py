@@ -222,6 +222,11 @@ def test_a_gradient_of_a_layer_that_was_frozen_since_is_reduced(two):
     assert not torch.equal(one["params"][0], make_net(torch.float64)[0].weight)
 
 
+def test_gradients_that_were_replaced_after_they_were_reduced_are_not_reduced_again(two):
+    for found in two["replaced_after_metric"]:
+        assert_same_bits(found["params"], two["replaced"][0]["params"])
+
+
 @pytest.mark.parametrize("name", ["seven", "seven_momentum", "eight_local", "shards_seven"])
 def test_compact_state_trains_in_several_processes(two, name):
     """Replicas are equal to the bit, see above; here they have moved, and refreshed."""

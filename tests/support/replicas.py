@@ -425,6 +425,26 @@ def frozen_late() -> dict[str, Any]:
     return {"params": results(net, opt)["params"]}
 
 
+def replaced(metric: bool) -> dict[str, Any]:
+    """In a loop by hand gradients are clipped by others in their place, after a metric whose graph is dropped."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net(torch.float64)
+    opt = SASSHA(net.parameters(), reduce_grads=True, grad_reduce="sum", **{**OPTIONS, "lazy_hessian": 3})
+    loss = part_loss(net, torch.float64, rank, size)
+    for _ in range(5):
+        loss().backward()
+        opt.perturb_weights()
+        loss().backward(create_graph=opt.hessian_due)
+        opt.unperturb()
+        if metric:
+            loss().mul(2)
+        for p in net.parameters():
+            p.grad = p.grad.clamp(-0.02, 0.02)
+        opt.step()
+        opt.zero_grad()
+    return results(net, opt)
+
+
 class Counted:
     """Counts the collectives and bytes of everything that runs inside."""
 
@@ -511,6 +531,8 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "frozen_sync": lambda: frozen(perturb_sync=True),
     "frozen_in_one": lambda: frozen(only=1),
     "frozen_late": frozen_late,
+    "replaced": partial(replaced, False),
+    "replaced_after_metric": partial(replaced, True),
     "seven": lambda: train(steps=12, dtype=torch.bfloat16, **SEVEN),
     "seven_momentum": lambda: train(steps=12, dtype=torch.bfloat16, method=MSASSHA, **SEVEN),
     "eight_local": lambda: train("local", steps=12, **{**SEVEN, "master_weight_bits": None, "dtype": torch.float32}),
