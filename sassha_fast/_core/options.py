@@ -122,7 +122,8 @@ class Options:
         variant = self.variant
         chosen: dict[str, Any] = {"adaptive": variant.adaptive, "adaptive_bias": variant.adaptive_bias}
         chosen |= {"spatial_averaging": variant.by_filter, "curvature": variant.sample.name.lower()}
-        for key in ({*OPTIONS, *chosen} - {"variant", *hyperparameters}) & group.keys():
+        free = {"variant", *hyperparameters} - {CURVATURE}  # a mark of checkpoints among AdaHessian's defaults
+        for key in ({*OPTIONS, *chosen} - free) & group.keys():
             value = chosen[key] if key in chosen else getattr(self, key)
             if not is_one_of(group[key], (value,)):
                 raise ValueError(
