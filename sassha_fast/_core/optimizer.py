@@ -55,6 +55,18 @@ class _Option:
         parts.options = replace(parts.options, **{self.name: value})
 
 
+class _OfProducts(_Option):
+    """An option that the products of a step belong to: half a step with each value would be neither."""
+
+    def __set__(self, opt: FusedOptimizer, value: Any) -> None:
+        if not opt.is_between_steps:
+            raise RuntimeError(
+                f"{opt.parts.options.caller}: {self.name} can't become {shown(value)} within a step, whose passes were "
+                f"made for {self.name}={getattr(opt.parts.options, self.name)!r}; assign it after step()"
+            )
+        super().__set__(opt, value)
+
+
 class _Fixed(_Option):
     """An option that the memory of the state follows from."""
 
@@ -111,13 +123,13 @@ class FusedOptimizer(Optimizer, Joinable):
     checked_hyperparameters: Sequence[str] = tuple(HYPERPARAMETERS)
     variant = _Method()
     lazy_hessian = _Option()
-    n_samples = _Option()
+    n_samples = _OfProducts()
     grad_reduce = _Option()
     reduce_grads = _Option()
     perturb_sync = _Option()
-    seed = _Option()
-    hvp = _Option()
-    hvp_point = _Option()
+    seed = _OfProducts()
+    hvp = _OfProducts()
+    hvp_point = _OfProducts()
     backend = _Option()
     bias_correction = _Option()
     hessian_power_scheduler = _Option()
@@ -204,6 +216,12 @@ class FusedOptimizer(Optimizer, Joinable):
         if step is not None and step.is_broken:  # a second interrupt came before the first was dealt with
             step.roll_back()
         return None if step is None or step.phase is Phase.ENDED else step
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no step has moved weights or taken products that are still to be used."""
+        step = self._current()
+        return step is None or not (step.is_away or step.phase is Phase.COLLECTED)
 
     def _begin(self) -> Step:
         """A new step."""
@@ -384,7 +402,7 @@ class FusedOptimizer(Optimizer, Joinable):
     def step(  # type: ignore[override]
         self,
         closure: Closure | Accumulated | Sequence[Closure] | None = None,
-        *,
+        *unnamed: object,
         ascent_closure: Closure | Accumulated | Sequence[Closure] | None = None,
         hessian_closure: Closure | Accumulated | Sequence[Closure] | None = None,
         scaler: GradScaler | None = None,
@@ -411,6 +429,11 @@ class FusedOptimizer(Optimizer, Joinable):
         Without a closure and without :meth:`SASSHA.perturb_weights` before it, SASSHA takes a step with ρ = 0.
         """
         self._refuse_in_closure("step")
+        if unnamed:
+            raise TypeError(
+                f"{self._parts.options.caller}.step: got {len(unnamed)} more without a name after closure; name them, "
+                "as in opt.step(closure, scaler=scaler)"
+            )
         try:
             self.parts.check_groups()
             self._check_ready(closure=closure is not None)
@@ -504,7 +527,7 @@ class FusedOptimizer(Optimizer, Joinable):
                 self._parts.params.states(plan, self._parts.options)
             self._step = None
             return
-        if not step.climbed and not is_rest:
+        if not step.climbed and not is_rest and self._parts.params.have_grads():
             self._parts.ascent.warn_if_left_out(step)
         gathered = step.collect("step") if step.phase is not Phase.COLLECTED else None
         overflow: Tensor | None = getattr(self, "found_inf", None)

@@ -153,7 +153,12 @@ def step_scalars(group: Mapping[str, Any], step: int, bias2: float, *, refresh: 
 
 
 def refreshes_before(step: Any, interval: int) -> Any:
-    """Refreshes of a parameter before its step of this number, if none has failed: they come at a fixed interval."""
+    """Refreshes of a parameter before its step of this number, as if all had come at a fixed interval.
+
+    The true number would be one more in every checkpoint. This one is off by one for a parameter that joined between
+    refreshes, and further where some failed or the interval was changed. Only elements that a refresh did not see, or
+    sees for the first time, depend on it.
+    """
     return (step - 1) // interval
 
 

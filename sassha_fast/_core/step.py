@@ -151,6 +151,7 @@ class Parts:
     checked: CheckedGroups
     has_warned: bool = False  # of a step without its ascent
     has_looked: bool = False  # for what a first closure shows: a model that is not attached
+    later_passes: LaterPasses | None = None  # listens on behalf of the last step that was collected
     given_up_by: str | None = None  # the call that made an optimizer forget a step whose gradients were complete
 
     def check_groups(self) -> None:
@@ -199,17 +200,17 @@ class LaterPasses:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        """Listens at parameters that have a gradient, for as long as it lives."""
+        """Listens at parameters that have a gradient, until :meth:`stop`."""
         self._handles: list[RemovableHandle] = []
         self._before = [(p, TensorWeakRef(p.grad)) for p in params if p.grad is not None]
         self._reached: set[int] = set()
-        note = partial(_note, self._reached)  # which does not know this object, so that it ends with its step
+        note = partial(_note, self._reached)
         for p in params:
             if p.requires_grad:
                 self._handles.append(p.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
 
-    def __del__(self) -> None:
-        """Leaves nothing at the parameters."""
+    def stop(self) -> None:
+        """Leaves nothing at the parameters. May be called twice."""
         for handle in self._handles:
             handle.remove()
 
@@ -539,7 +540,9 @@ class Step:
                 self._collected = first, TensorWeakRef(first.grad), version(first.grad)
                 if caller != "step":  # which goes on to the update at once
                     last = next(p for p in reversed(self.parts.params.all) if p.grad is not None)
-                    self._later_passes = LaterPasses([first] if last is first else [first, last])
+                    self._stop_listening()
+                    watched = [first] if last is first else [first, last]
+                    self._later_passes = self.parts.later_passes = LaterPasses(watched)
         if not self.is_away:
             self.phase = Phase.COLLECTED
         return gathered
@@ -601,6 +604,7 @@ class Step:
                 plan.constants.keep([*self.parts.stats.tensors(), *self.parts.stats.replayed.values()])
         self.phase = Phase.ENDED
         self.pending = None  # which knows its step: together they would wait for the garbage collector
+        self._stop_listening()
 
     def roll_back(self) -> None:
         """Ends the step after an exception, if it is not over: undoes it, or finishes an update that has run."""
@@ -616,6 +620,13 @@ class Step:
         elif self.pending is not None:
             self.pending.finish()
         self.phase = Phase.ENDED
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        """Ends what listens for later passes, of this step or of one that was left open."""
+        later, self.parts.later_passes = self.parts.later_passes, None
+        if later is not None:
+            later.stop()
 
     def forget(self) -> None:
         """Ends a step of which nothing has happened: the weights are x, and what would be their backup is not."""

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -323,3 +324,49 @@ def test_bad_arguments_are_refused_in_the_name_of_the_method(method):
     opt = method([param])
     with pytest.raises(ValueError, match=rf"^{method.__name__}.load_state_dict: found list, expected a dict"):
         opt.load_state_dict([])
+
+
+@pytest.mark.parametrize("collected", [False, True])
+@pytest.mark.parametrize(("name", "value"), [("hvp", "finite_difference"), ("seed", 7), ("n_samples", 2)])
+def test_options_that_products_belong_to_do_not_change_within_a_step(name, value, collected):
+    net = make_net()
+    opt, loss = SASSHA(net.parameters(), lr=0.01, rho=0.05), make_loss(net)
+    before, old = snapshot(net), getattr(opt, name)
+    loss().backward()
+    opt.perturb_weights()
+    loss().backward(create_graph=True)
+    if collected:
+        opt.unperturb()
+    with pytest.raises(RuntimeError, match=rf"^SASSHA: {name} can't become .* within a step, .*; assign it after step"):
+        setattr(opt, name, value)
+    assert getattr(opt, name) == old
+    if not collected:
+        opt.unperturb()
+    assert_same_bits(snapshot(net), before)
+    opt.step()
+    setattr(opt, name, value)
+    assert getattr(opt, name) == value
+
+
+def test_a_hook_that_drops_all_gradients_is_not_told_of_an_ascent_that_there_was():
+    net = make_net()
+    opt, loss = SASSHA(net.parameters(), lr=0.01, rho=0.05), make_loss(net)
+    opt.register_step_pre_hook(lambda opt, args, kwargs: opt.zero_grad())
+    before = snapshot(net)
+    loss().backward()
+    opt.perturb_weights()
+    loss().backward(create_graph=True)
+    opt.unperturb()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()
+    assert_same_bits(snapshot(net), before)
+
+
+@pytest.mark.parametrize("method", [SASSHA, SophiaH])
+def test_arguments_of_step_without_a_name_are_refused_by_the_name_of_the_class(method):
+    net = make_net()
+    opt = method(net.parameters(), lr=0.01)
+    message = rf"^{method.__name__}\.step: .* name them, as in opt.step\(closure, scaler=scaler\)"
+    with pytest.raises(TypeError, match=message):
+        opt.step(make_loss(net), torch.amp.GradScaler("cpu"))
