@@ -116,6 +116,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Guards may run slower:RuntimeWarning")
     # The authors' loop needs create_graph=True; the optimizer detaches the gradients, which breaks the cycle.
     config.addinivalue_line("filterwarnings", "ignore:Using backward:UserWarning")
+    # Of cudaMallocAsync, where a test drops a graph, or a capture in which an exception was raised.
+    config.addinivalue_line("filterwarnings", "ignore:Attempting uncaptured free of a captured:UserWarning")
+    config.addinivalue_line("filterwarnings", "ignore:freeAsync.. was called on an uncaptured:UserWarning")
     # Waking a second thread costs more than these small tensors; the tests of thread counts ask for two.
     torch.set_num_threads(1)
 

@@ -600,8 +600,9 @@ class Step:
             plan.bind_grads(grads)
             self.parts.descent.update(self, plan, curvature, amp)
             if self._stats_before is not None:
-                self.parts.stats.end_capture(self._stats_before)
-                plan.constants.keep([*self.parts.stats.tensors(), *self.parts.stats.replayed.values()])
+                stats, written = self.parts.stats, self.parts.stats.tensors()
+                stats.end_capture(self._stats_before)
+                plan.constants.keep([*written, *stats.tensors(), *stats.replayed.values()])
         self.phase = Phase.ENDED
         self.pending = None  # which knows its step: together they would wait for the garbage collector
         self._stop_listening()

@@ -106,8 +106,10 @@ def test_an_ordinary_step_launches_copies_and_waits_as_much_for_many_tensors_as_
         assert few.launches <= MOST["calls", "cuda"]
     for each in (few, many):
         assert each.waits == 0
-        assert each.copies("memcpy H2D pageable", "memcpy D2H", "cudaMalloc", "cudaHostAlloc") == 0
+        assert each.copies("memcpy H2D pageable", "memcpy D2H", "cudaHostAlloc") == 0
         assert each.copies("memcpy H2D pinned") <= (0 if capturable else 1)  # the scalars; no table
+        if torch.cuda.get_allocator_backend() == "native":  # the other one keeps no memory between tensors
+            assert each.copies("cudaMalloc") == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
