@@ -273,6 +273,7 @@ class MSASSHA(FusedOptimizer):
         """The state of the optimizer, as in ``torch.optim``. It has x, whatever the parameters hold."""
         if self.evaluating:
             self._momentum.adopt(self.parts)
+        self.parts.params.wait_for_refresh()  # which may write into the state, so before copies of it are made
         with self._state_as({p: _plain(entry) for p, entry in self.state.items()}):
             return super().state_dict()
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,15 @@ def test_a_checkpoint_taken_in_either_state_resumes_bit_for_bit(dtype, evaluatin
         by_hand(new, other.loss)
     assert_same_bits(snapshot(other.net), snapshot(expected.net))
     assert_same_state(state_of(new), state_of(expected_opt))
+
+
+def test_a_refresh_that_a_device_tells_late_to_have_failed_is_due_again_after_a_checkpoint_too():
+    _, opt = started(13)
+    opt.parts.params.outcome = SimpleNamespace(retry_clock=10)
+    saved = opt.state_dict()
+    clocks = [entry["hessian_step"] for entry in (*saved["state"].values(), *opt.state.values())]
+    assert set(clocks) == {10}
+    assert opt.hessian_due
 
 
 @pytest.mark.parametrize("masters", [None, 24])
