@@ -207,6 +207,8 @@ def test_gradients_without_a_graph_are_looked_at_together():
 
 
 def test_tables_become_known_though_refreshes_unsettle_the_allocator():
+    if torch.cuda.get_allocator_backend() != "native":
+        pytest.skip("cudaMallocAsync keeps no memory, so tensors need not come back to where others were")
     params = [torch.nn.Parameter(torch.full((33 + i % 7,), 1.0 + i)) for i in range(40)]
     opt = SASSHA(params, lr=1e-3, rho=0.05, lazy_hessian=10, backend="cuda")
 
