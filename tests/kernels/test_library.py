@@ -26,7 +26,7 @@ def schemas():
 @needs_cuda_build
 def test_every_operator_has_a_kernel_for_both_devices():
     names = schemas()
-    assert len(names) == 15
+    assert len(names) == 17
     for name in names:
         keys = ("CompositeExplicitAutograd",) if name in ("cpu_isa", "table_chunks") else ("CPU", "CUDA")
         for key in keys:
