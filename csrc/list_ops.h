@@ -27,7 +27,8 @@ struct ListOps {
   static void probe(Tensors params, Ints indices, Tensor h, int64_t seed, int64_t draw) {
     const std::vector<Row> rows = rows_of("sassha_probe", "params", params, indices);
     check_tensor("sassha_probe", "h", h, ScalarType::Double, {}, &params[0]);
-    Device::probe(Rows(rows, params[0]), data<const double>(h), static_cast<uint64_t>(seed), static_cast<uint32_t>(draw));
+    Device::probe(Rows(rows, params[0]), data<const double>(h), static_cast<uint64_t>(seed),
+                  static_cast<uint32_t>(draw));
   }
 
   static void register_in(torch::stable::detail::StableLibrary& m) {
