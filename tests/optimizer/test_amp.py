@@ -39,14 +39,13 @@ def scaled_calls(opt, loss, scaler, *, clip=False, tell=True):
     opt.zero_grad()
 
 
-def scaled_closure(opt, loss, scaler):
-    def closure():
-        opt.zero_grad()
-        value = loss()
-        scaler.scale(value).backward()
-        return value
+def scaling(opt, loss, scaler):
+    """A closure whose loss is scaled."""
+    return closure_of(opt, loss, lambda value: scaler.scale(value).backward())
 
-    opt.step(closure, scaler=scaler)
+
+def scaled_closure(opt, loss, scaler):
+    opt.step(scaling(opt, loss, scaler), scaler=scaler)
     scaler.update()
 
 
@@ -225,14 +224,7 @@ def test_one_float16_parameter_among_others_is_enough():
 def test_a_second_step_of_float16_weights_before_the_scalers_update_is_refused():
     net, opt = half("SASSHA", "auto")
     scaler = GradScaler("cpu", init_scale=SCALE)
-    loss = make_loss(net, torch.float16)
-
-    def closure():
-        opt.zero_grad()
-        value = loss()
-        scaler.scale(value).backward()
-        return value
-
+    closure = scaling(opt, make_loss(net, torch.float16), scaler)
     opt.step(closure, scaler=scaler)
     weights = snapshot(net)
     with pytest.raises(RuntimeError, match=r"SASSHA.step: the scaler has served a step .* scaler.update\(\) after"):
