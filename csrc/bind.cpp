@@ -78,6 +78,12 @@ int64_t stored_type(const Row& row, int64_t column) {
   }
 }
 
+// Bytes of an element of what a column of a row holds.
+int64_t stored_size(const Row& row, int64_t column) {
+  const int64_t type = stored_type(row, column);
+  return type == kInt8 || type == kUInt8 ? 1 : item_size(type);
+}
+
 // Whether a column of a row can hold a tensor: its dtype, number of elements and their order.
 bool fits(const Row& row, int64_t column, const TensorView& t) {
   const bool by_group = column == kExpAvgScale || column == kHessianScale;
@@ -128,12 +134,13 @@ void boxed_table_bind(StableIValue* stack, uint64_t, uint64_t) {
       row.numel = t.numel();
       row.layout = t.layout();
     }
-    if (!fits(row, in.column, t)) {
+    const int64_t storage = t.storage_size();
+    if (!fits(row, in.column, t) || !t.is_backed(storage, stored_size(row, in.column))) {
       ++misfits;
       continue;
     }
     in.address(i) = t.address();
-    if (!storages.empty()) storages[i] = t.storage_size();
+    if (!storages.empty()) storages[i] = storage;
   }
   stack[0] = torch::stable::detail::from(misfits);
   stack[1] = torch::stable::detail::from(misfits == 0 ? mark_owned(in.rows, storages) : int64_t{0});

@@ -28,6 +28,7 @@ __all__ = [
     "check_positive",
     "is_one_of",
     "is_step_count",
+    "lacks_memory",
     "parameter_name",
     "refuse_cast",
     "refuse_saved",
@@ -168,8 +169,21 @@ def check_param(name: str, param: Any, *, caller: str) -> None:
     check_memory(name, param, caller=caller)
 
 
+def lacks_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's storage was resized, by whoever saves memory so, and does not hold all elements any more."""
+    if not tensor.numel() or tensor.layout is not torch.strided:
+        return False
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() < (tensor.storage_offset() + reach) * tensor.element_size()
+
+
 def check_memory(name: str, param: Tensor, *, caller: str) -> None:
-    """Raises ValueError for a parameter whose memory holds the opposite of its values."""
+    """Raises ValueError for a parameter whose memory is not there, or holds the opposite of its values."""
+    if not is_lazy(param) and not param.is_meta and lacks_memory(param):
+        raise ValueError(
+            f"{caller}: {name} has lost its memory: its storage has {param.untyped_storage().nbytes()} bytes, as "
+            "somebody has resized it; bring its values back before calls of the optimizer"
+        )
     if not is_lazy(param) and param.is_neg():
         raise ValueError(
             f"{caller}: {name} has torch's negative bit, as the imaginary part of a conjugate has: its memory "

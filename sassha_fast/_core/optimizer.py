@@ -223,9 +223,9 @@ class FusedOptimizer(Optimizer, Joinable):
         step = self._current()
         return step is None or not (step.is_away or step.phase is Phase.COLLECTED)
 
-    def _begin(self) -> Step:
-        """A new step."""
-        step = self._step = Step(self.parts)
+    def _begin(self, parts: Parts | None = None) -> Step:
+        """A new step, of parts that follow the groups already, if they are given."""
+        step = self._step = Step(parts or self.parts)
         self._parts.given_up_by = None
         return step
 
@@ -317,10 +317,11 @@ class FusedOptimizer(Optimizer, Joinable):
                 f"{options.caller}.perturb_weights: the weights are perturbed already; call "
                 f"{self._parts.ascent.closing_call}() first"
             )
-        self.parts.check_groups()
+        parts = self.parts
+        parts.check_groups()
         Join.notify_join_context(self)
         if step is None or step.phase is not Phase.BEGUN or step.climbed:  # a new first pass ends what was left open
-            step = self._begin()
+            step = self._begin(parts)
         step.climb(zero_grad=zero_grad)
 
     @no_grad

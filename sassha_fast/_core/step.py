@@ -8,6 +8,7 @@ leaves the weights at x with the state that belongs to it, or, once the update h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -202,15 +203,24 @@ class LaterPasses:
     def __init__(self, params: Sequence[Tensor]) -> None:
         """Listens at parameters that have a gradient, until :meth:`stop`."""
         self._handles: list[RemovableHandle] = []
+        self._alone: list[tuple[Tensor, OrderedDict[int, Any]]] = []  # parameters that had no hook, and ours
         self._before = [(p, TensorWeakRef(p.grad)) for p in params if p.grad is not None]
         self._reached: set[int] = set()
         note = partial(_note, self._reached)
         for p in params:
-            if p.requires_grad:
+            if p.requires_grad and p._post_accumulate_grad_hooks is None:  # what torch does too, in a fifth of the time
+                hooks: OrderedDict[int, Any] = OrderedDict(((-1, note),))  # torch counts from 0
+                self._alone.append((p, hooks))
+                p._post_accumulate_grad_hooks = hooks
+            elif p.requires_grad:
                 self._handles.append(p.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Leaves nothing at the parameters. May be called twice."""
+        for p, hooks in self._alone:
+            hooks.pop(-1, None)
+            if not hooks and p._post_accumulate_grad_hooks is hooks:
+                p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         for handle in self._handles:
             handle.remove()
 

@@ -49,10 +49,13 @@ class CpuPasses(TablePasses):
         self.operator(op)(self.table, *args)
 
     def operator(self, op: str) -> Callable[..., Any]:
-        """The operator of a pass, looked up once: each look-up and its choice of an overload take a microsecond."""
+        """The operator of a pass, looked up once: each look-up and its choice of an overload take a microsecond.
+
+        It is torch's own function, which its wrapper in Python only calls.
+        """
         found = self._operators.get(op)
         if found is None:
-            found = self._operators[op] = getattr(self.ops, "table_" + op).default
+            found = self._operators[op] = getattr(self.ops, "table_" + op).default._op
         return found
 
     @override

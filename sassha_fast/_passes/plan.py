@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import reference
-from ..checks import refuse_cast
+from ..checks import lacks_memory, refuse_cast
 from ..formats import Format, mantissa_of
 from ..variant import Variant
 from .accessors import address, numel, ranged, stream_of, used_here
@@ -57,7 +57,8 @@ class Plan:
         signs_in_registers: Of each parameter, whether the update can draw the signs of its product itself.
         constants: Numbers of the host on the devices.
         formats: How each parameter and its state are stored.
-        has_corrections: Whether any parameter has a correction beside it.
+        is_compact: Whether any parameter has corrections or scales beside it.
+        has_corrections: Whether any has a correction.
         rounds_state: Whether any state is rounded at random.
         sees_negatives: Whether all passes take gradients with torch's negative bit for their values.
     """
@@ -106,6 +107,7 @@ class Plan:
             for (_, _, _, chosen, stored), places in kinds.items()
         ]
         self.draws = [torch.zeros(1, dtype=torch.int64, device=device) for device, _, _, _, _ in kinds]
+        self.is_compact = any(map(any, map(_columns_of, formats)))
         self.has_corrections = any(stored.correction_bits > 0 for stored in formats)
         self.rounds_state = any(stored.state_bits < 32 for stored in formats)
         self.sees_negatives = all(passes.sees_negatives for passes, _ in self.parts)
@@ -117,6 +119,7 @@ class Plan:
         self.has_curvature = False
         self.constants = Constants()
         self.states: list[dict[str, Any]] = []
+        self._no_columns: list[tuple[list[Tensor] | None, ...]] = [(None, None, None)] * len(self.parts)
         self._state_places: list[list[int]] = []
         self._state_tensors: list[list[Tensor]] = []
         self._counts = [0] * len(self.parts)  # updates of each part before the one at hand
@@ -131,6 +134,8 @@ class Plan:
                 enough: between the calls of one, the same memory does not change its form.
         """
         here = self._local(self.params)
+        if len(self.parts) == 1:
+            return self.parts[0][0].holds(here, in_form=in_form)
         return all(passes.holds(self._split(here, positions), in_form=in_form) for passes, positions in self.parts)
 
     def replaced(self) -> list[int]:
@@ -176,8 +181,10 @@ class Plan:
         """
         self._begin_call()
         tensors = [list(map(itemgetter(key), states)) for key in keys]
-        compact = self._compact_columns(states, compact_keys)
-        tensors += [column for columns in compact for column in columns if column is not None]
+        compact = self._no_columns
+        if self.is_compact:
+            compact = self._compact_columns(states, compact_keys)
+            tensors += [column for columns in compact for column in columns if column is not None]
         # Nobody but us makes these tensors, so the same one at the same address is as large as it was.
         places = [list(map(address, self._local(column))) for column in tensors]
         if places == self._state_places and all(map(_are_same, tensors, self._state_tensors)):
@@ -227,6 +234,11 @@ class Plan:
             if tensor.dtype != expected:
                 found = f"{key!r} is {tensor.dtype}, expected {expected}"
                 refuse_cast(name, param, found, caller=self.caller)
+            if lacks_memory(local(tensor)):
+                raise RuntimeError(
+                    f"{self.caller}: {key!r} of {name} has lost its memory, as somebody has resized its storage; bring "
+                    "its values back before calls of the optimizer"
+                )
             if tensor.shape != param.shape:
                 raise RuntimeError(
                     f"{self.caller}: {name} has shape {tuple(param.shape)}, but its {key!r} has {tuple(tensor.shape)}: "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import formats, reference
+from ..checks import lacks_memory
 from ..formats import FULL, Format
 from ..variant import Sample
 from .accessors import address, dtype, is_contiguous, numel
@@ -139,6 +140,12 @@ def check_grads(members: Members, grads: Sequence[Tensor]) -> None:
                     f"{_plain(expected)} like the parameter; it was computed before "
                     "the parameter changed: call zero_grad() and backward() again"
                 )
+        if lacks_memory(grad):
+            raise RuntimeError(
+                f"{members.caller}: the gradient of {name} has lost its memory: its storage has "
+                f"{grad.untyped_storage().nbytes()} bytes; somebody has resized it since backward(): call "
+                "zero_grad() and backward() again"
+            )
 
 
 def _plain(value: object) -> object:

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from .. import formats
+from ..checks import lacks_memory
 from ..triton_kernels import access, gap, math, norm, perturb, probe, step, unseen
 from . import layout
 from .accessors import address, dtype, is_contiguous, is_neg, numel
@@ -119,6 +120,7 @@ class TritonPasses(TablePasses):
             and list(map(numel, grads)) == self._sizes
             and list(map(dtype, grads)) == self._dtypes
             and not any(map(is_neg, grads))
+            and all(map(address, grads))  # memory that somebody freed
         )
 
     def _fits_row(self, column: int, tensor: Tensor, weight: Tensor) -> bool:
@@ -135,7 +137,8 @@ class TritonPasses(TablePasses):
             expected = stored.dtypes(weight.dtype)[column == layout.HESSIAN]
         elif column == layout.CORRECTION:
             expected = stored.correction_dtype
-        return tensor.dtype == expected and _same_order(tensor, weight) and not tensor.is_neg()
+        fits = tensor.dtype == expected and _same_order(tensor, weight) and not tensor.is_neg()
+        return fits and not lacks_memory(tensor)
 
     def _mark_owned(self, grads: Sequence[Tensor]) -> int:
         """Marks the rows whose gradient is alone in its storage, and returns how many are not."""

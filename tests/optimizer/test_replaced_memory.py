@@ -136,3 +136,53 @@ def test_a_model_made_half_midway_goes_on_with_its_state_in_float32(kind, backen
     step(opt, p)
     assert opt.state[p]["exp_avg"].dtype == torch.float32
     assert opt.state[p]["step"] == 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("elements", [0, 5])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gradient_whose_memory_was_given_away_is_refused(first, elements, backend):
+    _, p, opt = start(backend=backend)
+    opt.zero_grad()
+    (p**2).sum().backward()
+    before = p.detach().clone()
+    if not first:
+        opt.perturb_weights()
+        (p**2).sum().backward()
+        opt.unperturb()
+    p.grad.untyped_storage().resize_(elements * 4)
+    said = f"the gradient of parameter 0 of group 0 has lost its memory: its storage has {elements * 4} bytes"
+    with pytest.raises(RuntimeError, match=said):
+        opt.perturb_weights() if first else opt.step()
+    assert_same_bits([p], [before])
+    opt.zero_grad()
+    step(opt, p)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("key", ["exp_avg", "exp_hessian_diag"])
+def test_state_whose_memory_was_given_away_is_refused_until_it_is_back(key, backend):
+    _, p, opt = start(backend=backend)
+    storage = opt.state[p][key].untyped_storage()
+    kept, size, before = opt.state[p][key].clone(), storage.nbytes(), p.detach().clone()
+    storage.resize_(0)
+    with pytest.raises(RuntimeError, match=f"'{key}' of parameter 0 of group 0 has lost its memory"):
+        step(opt, p)
+    assert_same_bits([p], [before])
+    storage.resize_(size)
+    opt.state[p][key].copy_(kept)
+    step(opt, p)
+    assert not same_bits(p, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", [SASSHA, MSASSHA, AdaHessian])
+def test_a_parameter_whose_memory_was_given_away_is_refused(method, backend):
+    p = nn.Parameter(torch.linspace(-1.0, 1.0, 24))
+    opt = method([p], lr=0.1, backend=backend)
+    for _ in range(2):
+        step(opt, p)
+    (p**2).sum().backward()
+    p.data.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="parameter 0 of group 0 has lost its memory: its storage has 0 bytes"):
+        opt.perturb_weights() if method is SASSHA else opt.step()
