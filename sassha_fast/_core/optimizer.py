@@ -509,8 +509,13 @@ class FusedOptimizer(Optimizer, Joinable):
         Join.notify_join_context(self)
         step = self._step = Step(self.parts, driven=True)
         self._parts.given_up_by = None
-        unscale = None if enabled is None else lambda: _unscale(enabled, self)
-        loss = run(step, first, other, ascent_closure=climb, scaler=enabled, unscale=unscale)
+        unscale = None if enabled is None else _Unscaling(enabled, self)
+        try:
+            loss = run(step, first, other, ascent_closure=climb, scaler=enabled, unscale=unscale)
+        except BaseException:
+            if unscale is not None:
+                unscale.take_back()
+            raise
         self._step = None
         return loss
 
@@ -848,26 +853,41 @@ def _has_unscaled(scaler: GradScaler, opt: Optimizer) -> bool:
     return entry is not None and getattr(entry.get("stage"), "name", "") == "UNSCALED"
 
 
-def _unscale(scaler: GradScaler, opt: FusedOptimizer) -> Amp:
+class _Unscaling:
     """Takes the loss scale out of the gradients, or tells the update what ``GradScaler.step`` would tell it.
 
     ``unscale_`` refuses float16 gradients: without their scale, small ones would be lost to rounding.
     """
-    grads = [p.grad for p in opt.parts.params.all if p.grad is not None]
-    if all(g.dtype != torch.float16 for g in grads):
-        scaler.unscale_(opt)
-        return Amp(check_finite=True)
-    entry = scaler._per_optimizer_states[id(opt)]
-    if entry["stage"] is not OptState.READY:
-        raise RuntimeError(
-            f"{opt.parts.options.caller}.step: the scaler has served a step since its last update; call "
-            "scaler.update() after every step"
-        )
-    found = scaler._check_inf_per_device(opt)
-    scale = scaler._get_scale_async()
-    assert scale is not None  # as there are losses that it has scaled, or the check has raised
-    entry["stage"] = OptState.STEPPED
-    return Amp(scale, torch.stack([t.to(scale.device, non_blocking=True) for t in found.values()]).sum())
+
+    def __init__(self, scaler: GradScaler, opt: FusedOptimizer) -> None:
+        """Has done nothing yet."""
+        self.scaler, self.opt = scaler, opt
+        self.has_begun = False
+
+    def __call__(self) -> Amp:
+        """Once a step, when the gradients are complete."""
+        scaler, opt = self.scaler, self.opt
+        entry = scaler._per_optimizer_states[id(opt)]
+        if entry["stage"] is not OptState.READY:
+            raise RuntimeError(
+                f"{opt.parts.options.caller}.step: the scaler has served a step since its last update; call "
+                "scaler.update() after every step"
+            )
+        self.has_begun = True
+        grads = [p.grad for p in opt.parts.params.all if p.grad is not None]
+        if all(g.dtype != torch.float16 for g in grads):
+            scaler.unscale_(opt)
+            return Amp(check_finite=True)
+        found = scaler._check_inf_per_device(opt)
+        scale = scaler._get_scale_async()
+        assert scale is not None  # as there are losses that it has scaled, or the check has raised
+        entry["stage"] = OptState.STEPPED
+        return Amp(scale, torch.stack([t.to(scale.device, non_blocking=True) for t in found.values()]).sum())
+
+    def take_back(self) -> None:
+        """After an exception: the scaler may serve another step before its update, as this one was none."""
+        if self.has_begun:
+            self.scaler._per_optimizer_states[id(self.opt)]["stage"] = OptState.READY
 
 
 def _refuse_spent_scaler(step: Step, caller: str) -> None:

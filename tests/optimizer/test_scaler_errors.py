@@ -106,3 +106,34 @@ def test_products_of_an_unknown_scale_are_not_used_by_a_later_call(method):
         scene.opt.step()
     assert_same_bits(snapshot(scene.net), before)
     assert not scene.opt.state
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_a_step_that_failed_may_be_taken_again_before_the_scaler_is_updated(kind):
+    found = []
+    for fails in (False, True):
+        p = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 12, dtype=kind))
+        opt = AdaHessian([p], lr=0.03)
+        scaler = GradScaler("cpu", init_scale=64.0)
+
+        def closure(opt=opt, p=p, scaler=scaler):
+            opt.zero_grad()
+            loss = (p.float() ** 2).sum()
+            scaler.scale(loss).backward()
+            return loss
+
+        opt.step(closure, scaler=scaler)
+        scaler.update()
+        if fails:
+            kept = opt.state[p]["exp_avg"]
+            opt.state[p]["exp_avg"] = kept[:5]
+            with pytest.raises(RuntimeError, match="but its 'exp_avg' has"):
+                opt.step(closure, scaler=scaler)
+            opt.state[p]["exp_avg"] = kept
+        opt.step(closure, scaler=scaler)
+        with pytest.raises(RuntimeError, match=r"the scaler has served a step since its last update; call scaler\.up"):
+            opt.step(closure, scaler=scaler)
+        scaler.update()
+        opt.step(closure, scaler=scaler)
+        found.append(p.detach())
+    assert_same_bits([found[0]], [found[1]])
