@@ -152,7 +152,8 @@ void boxed_table_holds(StableIValue* stack, uint64_t, uint64_t) {
   bool all = true;
   for (size_t i = 0; all && i < in.size; ++i) {
     const TensorView t = in[i];
-    all = t.address() == in.address(i) && fits(in.rows[i], in.column, t);
+    all = t.address() == in.address(i) && fits(in.rows[i], in.column, t) &&
+          t.is_backed(t.storage_size(), stored_size(in.rows[i], in.column));
   }
   stack[0] = torch::stable::detail::from(all);
 }

@@ -132,7 +132,7 @@ class TensorView {
   // Whether its storage, of so many bytes, reaches as far as its elements, which have no gaps. Others may resize it.
   bool is_backed(int64_t storage, int64_t item) const {
     const int64_t n = numel();
-    if (n == 0 || storage == n * item) return true;
+    if (n == 0) return true;
     int64_t offset = 0;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle_, &offset));
     return storage >= (offset + n) * item;

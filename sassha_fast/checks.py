@@ -26,6 +26,7 @@ __all__ = [
     "check_overlap",
     "check_param",
     "check_positive",
+    "give_memory",
     "is_one_of",
     "is_step_count",
     "lacks_memory",
@@ -173,8 +174,19 @@ def lacks_memory(tensor: Tensor) -> bool:
     """Whether a tensor's storage was resized, by whoever saves memory so, and does not hold all elements any more."""
     if not tensor.numel() or tensor.layout is not torch.strided:
         return False
+    return tensor.untyped_storage().nbytes() < _end(tensor)
+
+
+def give_memory(tensor: Tensor) -> None:
+    """Gives a tensor that lacks memory enough of it, whose elements are yet to be written."""
+    if lacks_memory(tensor):
+        tensor.untyped_storage().resize_(_end(tensor))
+
+
+def _end(tensor: Tensor) -> int:
+    """Bytes from the beginning of its storage to the end of the last element."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().nbytes() < (tensor.storage_offset() + reach) * tensor.element_size()
+    return int((tensor.storage_offset() + reach) * tensor.element_size())
 
 
 def check_memory(name: str, param: Tensor, *, caller: str) -> None:

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .._passes.accessors import IDLE_REFCOUNT, are_own, is_own, requires_grad, used_here, version, weights_moved
+from .._passes.accessors import (
+    IDLE_REFCOUNT,
+    IDLE_USES,
+    are_own,
+    is_own,
+    requires_grad,
+    used_here,
+    uses,
+    version,
+    weights_moved,
+)
 from .._passes.plan import Plan
 from .._passes.reference import Stepped
 from .._passes.shards import local
@@ -60,8 +70,9 @@ class GradientAscent(Ascent):
         idle: bool | list[bool] = zero_grad  # gradients that nobody else reads: their memory may hold x
         if any(map(requires_grad, grads)):
             grads, idle = [g.detach() for g in grads], False
-        elif zero_grad and max(map(sys.getrefcount, grads)) > IDLE_REFCOUNT:
-            idle = [count <= IDLE_REFCOUNT for count in map(sys.getrefcount, grads)]
+        elif zero_grad and (max(map(sys.getrefcount, grads)) > IDLE_REFCOUNT or max(map(uses, grads)) > IDLE_USES):
+            counts = zip(map(sys.getrefcount, grads), map(uses, grads), strict=True)
+            idle = [names <= IDLE_REFCOUNT and held <= IDLE_USES for names, held in counts]
         if idle is not False:
             here = list(map(local, grads)) if plan.sharded else grads
             if not are_own(here):  # as autograd's are; who sets some by hand may begin with it at any step
@@ -271,8 +282,14 @@ class MomentumAscent(Ascent):
         plan = parts.params.plan_of(self.kept(parts) if chosen is None else list(chosen), parts.options)
         self._hold(None)
         if plan is not None:
-            plan.bind_state(parts.params.states(plan, parts.options), state_tensors(x_in_state=True), COMPACT_KEYS)
-            plan.show_x()
+            states = parts.params.states(plan, parts.options)
+            if any(_moved_elements(p, entry[WEIGHT]) for p, entry in zip(plan.params, states, strict=True)):
+                # Kernels refuse it, and what repairs it, load_state_dict, comes here first.
+                here = [local(p.data) for p in plan.params]
+                torch._foreach_copy_(here, [local(entry[WEIGHT]) for entry in states])
+            else:
+                plan.bind_state(states, state_tensors(x_in_state=True), COMPACT_KEYS)
+                plan.show_x()
             parts.weights_moved(plan)
 
     def watch(self, parts: Parts, untouched: Sequence[Tensor] | None = None) -> None:
@@ -332,6 +349,11 @@ class MomentumAscent(Ascent):
             values = [torch.as_tensor(number, dtype=torch.float32, device=device) for number in numbers]
             plan.momentum_ascent(torch.stack(values), options.seed)
             parts.weights_moved(plan)
+
+
+def _moved_elements(param: Tensor, x: Tensor) -> bool:
+    """Whether a parameter has its elements in another order than x in state has, and is the same otherwise."""
+    return param.stride() != x.stride() and param.shape == x.shape and param.dtype == x.dtype
 
 
 def _changed(params: Sequence[Tensor], versions: Sequence[int]) -> set[int]:

@@ -149,7 +149,17 @@ class Refresh:
         return Curvature()
 
     def _refuse_bare(self, plan: Plan, grads: Sequence[Tensor], wanted: list[int], caller: str) -> None:
-        """Raises if gradients beside others with a graph have none, and are not 0: it would pass for curvature 0."""
+        """Raises if gradients beside others with a graph have none, and are not 0: it would pass for curvature 0.
+
+        And where a parameter was frozen after the pass that its graph is of, which torch does not differentiate.
+        """
+        frozen = [plan.names[i] for i in wanted if grads[i].requires_grad and not plan.params[i].requires_grad]
+        if frozen:
+            who = frozen[0] + (f" and {len(frozen) - 1} more" if len(frozen) > 1 else "")
+            raise RuntimeError(
+                f"{self._options.caller}.{caller}: {who} was frozen after the backward pass of a refresh, "
+                "so there is no product of it; freeze parameters after step(), or before the first backward pass"
+            )
         bare = [i for i in wanted if not grads[i].requires_grad]
         if not bare or len(bare) == len(wanted):
             return

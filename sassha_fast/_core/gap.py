@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._passes.accessors import address, used_here
+from .._passes.accessors import IDLE_USES, address, used_here, uses
 from .._passes.shards import local
 from .options import Options
 from .params import Grads, Parameters, owned
@@ -48,6 +48,7 @@ def _own_grads(params: Parameters) -> None:
         if p.grad is None:
             continue
         here = address(local(p.grad))
+        is_saved = uses(p.grad) > IDLE_USES  # by a graph, say, which would not notice
         mine = owned(p.grad)
-        p.grad = mine.clone() if here in seen else mine
+        p.grad = mine.clone() if here in seen or is_saved else mine
         seen.add(here)

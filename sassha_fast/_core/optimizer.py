@@ -234,6 +234,7 @@ class FusedOptimizer(Optimizer, Joinable):
         step = self._current()
         if step is not None and step.phase is Phase.COLLECTED:
             self._parts.given_up_by = call
+        self._parts.stop_listening()
         self._step = None
 
     def _refuse_given_up(self) -> None:

@@ -18,7 +18,6 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias,
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from .. import schedules
@@ -159,6 +158,12 @@ class Parts:
         """Raises ValueError unless the hyperparameters of all groups are good."""
         self.checked.check(self.params.groups, capturable=self.options.capturable)
 
+    def stop_listening(self) -> None:
+        """Ends what listens for later passes."""
+        if self.later_passes is not None:
+            self.later_passes.stop()
+            self.later_passes = None
+
     def weights_moved(self, plan: Plan) -> None:
         """Tells autograd, autocast and FSDP2 that weights moved."""
         weights_moved(plan.params)
@@ -201,28 +206,32 @@ class LaterPasses:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        """Listens at parameters that have a gradient, until :meth:`stop`."""
-        self._handles: list[RemovableHandle] = []
-        self._alone: list[tuple[Tensor, OrderedDict[int, Any]]] = []  # parameters that had no hook, and ours
+        """Takes parameters that have a gradient."""
         self._before = [(p, TensorWeakRef(p.grad)) for p in params if p.grad is not None]
         self._reached: set[int] = set()
+        self._hooks: list[tuple[Tensor, OrderedDict[Any, Any], bool]] = []  # where ours are, and whether alone
+
+    def listen(self) -> None:
+        """Begins, until :meth:`stop`. What an interrupt leaves here is known before, so that this finds it."""
         note = partial(_note, self._reached)
-        for p in params:
-            if p.requires_grad and p._post_accumulate_grad_hooks is None:  # what torch does too, in a fifth of the time
-                hooks: OrderedDict[int, Any] = OrderedDict(((-1, note),))  # torch counts from 0
-                self._alone.append((p, hooks))
+        for p, _ in self._before:
+            if not p.requires_grad:
+                continue
+            hooks: Any = p._post_accumulate_grad_hooks
+            if hooks is None:  # what torch does too, in a fifth of the time
+                hooks = OrderedDict(((self, note),))  # torch's keys are numbers
+                self._hooks.append((p, hooks, True))
                 p._post_accumulate_grad_hooks = hooks
-            elif p.requires_grad:
-                self._handles.append(p.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+            else:
+                self._hooks.append((p, hooks, False))
+                hooks[self] = note
 
     def stop(self) -> None:
         """Leaves nothing at the parameters. May be called twice."""
-        for p, hooks in self._alone:
-            hooks.pop(-1, None)
-            if not hooks and p._post_accumulate_grad_hooks is hooks:
+        for p, hooks, alone in self._hooks:
+            hooks.pop(self, None)
+            if alone and not hooks and p._post_accumulate_grad_hooks is hooks:
                 p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        for handle in self._handles:
-            handle.remove()
 
     @property
     def began_anew(self) -> bool:
@@ -553,6 +562,7 @@ class Step:
                     self._stop_listening()
                     watched = [first] if last is first else [first, last]
                     self._later_passes = self.parts.later_passes = LaterPasses(watched)
+                    self._later_passes.listen()
         if not self.is_away:
             self.phase = Phase.COLLECTED
         return gathered
@@ -620,6 +630,7 @@ class Step:
     def roll_back(self) -> None:
         """Ends the step after an exception, if it is not over: undoes it, or finishes an update that has run."""
         if self.phase is Phase.ENDED:
+            self._stop_listening()  # which an interrupt may have kept it from
             return
         if self._stats_before is not None:
             self.parts.stats.set_step(self._stats_before)  # whatever was captured has not happened
@@ -635,9 +646,7 @@ class Step:
 
     def _stop_listening(self) -> None:
         """Ends what listens for later passes, of this step or of one that was left open."""
-        later, self.parts.later_passes = self.parts.later_passes, None
-        if later is not None:
-            later.stop()
+        self.parts.stop_listening()
 
     def forget(self) -> None:
         """Ends a step of which nothing has happened: the weights are x, and what would be their backup is not."""

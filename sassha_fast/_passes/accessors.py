@@ -34,6 +34,7 @@ storage_of: Callable[[Tensor], Any] = torch._C.TensorBase.untyped_storage
 storage_address: Callable[[Any], int] = torch._C.StorageBase.__dict__["_cdata"].__get__
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 is_resizable: Callable[[Any], bool] = torch._C.StorageBase.__dict__["resizable"]
+uses: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]  # of the tensor itself, by graphs that have saved it too
 requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
 
 
@@ -96,14 +97,15 @@ def used_here(tensors: Iterable[Tensor | None]) -> None:
 _tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
-def _idle_refcount() -> int:
+def _idle_counts() -> tuple[int, int]:
     param = torch.zeros(1, requires_grad=True, device="cpu")
     param.grad = torch.zeros(1, device="cpu")
     grads = [p.grad for p in (param,)]
-    return next(map(sys.getrefcount, grads))
+    return next(map(sys.getrefcount, grads)), next(map(uses, grads))
 
 
-IDLE_REFCOUNT = _idle_refcount()  # sys.getrefcount, mapped over a list, of a gradient that nobody else holds
+# sys.getrefcount and ``uses``, mapped over a list, of a gradient that nobody else holds
+IDLE_REFCOUNT, IDLE_USES = _idle_counts()
 
 
 def is_own(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import reference
-from ..checks import lacks_memory, refuse_cast
+from ..checks import give_memory, lacks_memory, refuse_cast
 from ..formats import Format, mantissa_of
 from ..variant import Variant
 from .accessors import address, numel, ranged, stream_of, used_here
@@ -330,6 +330,8 @@ class Plan:
     def _differs(self, i: int) -> bool:
         """Whether a parameter in new memory holds anything else than the memory that it had."""
         now = local(self.params[i].data)
+        if lacks_memory(now):
+            return True
         before = next(passes.members.weights[at.index(i)] for passes, at in self.parts if i in at)
         return now.shape != before.shape or not torch.equal(now.to(before), before)
 
@@ -348,7 +350,9 @@ class Plan:
                 passes.restore()
                 continue
             for i, backup in zip(positions, passes.backups, strict=True):
-                local(self.params[i].data).copy_(backup)
+                here = local(self.params[i].data)
+                give_memory(here)
+                here.copy_(backup)
             passes.forget_backups()
         return others
 
@@ -356,6 +360,13 @@ class Plan:
     def probe(self, h: Tensor, seed: int, draw: int) -> None:
         """Adds h·z to every parameter; h is a 0-d float64 tensor."""
         self._begin_call()
+        if not self.is_current(in_form=False):
+            lost = [name for name, p in zip(self.names, self.params, strict=True) if lacks_memory(local(p.data))]
+            name = (lost or [self.names[i] for i in self.replaced()])[0]
+            how = "has lost its memory, as somebody has resized its storage" if lost else "was changed by p.data = ..."
+            raise RuntimeError(
+                f"{self.caller}: a probe would not move {name}, which {how}; move the line that does so to after step()"
+            )
         for (passes, _), number in zip(self.parts, self.draws, strict=True):
             passes.probe(h.to(number.device), seed, draw)
 

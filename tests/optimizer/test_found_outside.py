@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from training import closure_of, make_loss, make_net, snapshot
+from training import assert_same_bits, closure_of, make_loss, make_net, snapshot
 
 import sassha_fast
-from sassha_fast import MSASSHA, SAM, SASSHA, SophiaH
+from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, SophiaH
 
 PLAIN = ("cpu", "foreach", "reference")
 
@@ -423,3 +423,20 @@ def test_a_group_without_parameters_is_no_work():
     opt = SASSHA([{"params": []}], lr=0.1)
     opt.step()
     opt.zero_grad()
+
+
+@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("at", ["x", "x + eps"])
+def test_a_gradient_that_a_graph_has_saved_stays_what_it_was(at, backend):
+    p, weights = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 12)), torch.ones(12, requires_grad=True)
+    opt = GSASSHA([p], lr=0.1, rho=0.5, alpha=0.0 if at == "x" else 0.7, backend=backend)
+    opt.step(closure_of(opt, lambda: (p**4).sum()))
+    opt.zero_grad()
+    (p**4).sum().backward()
+    if at == "x + eps":
+        opt.perturb_weights()
+        (p**4).sum().backward()
+    kept, saved = p.grad.clone(), (weights * p.grad).sum()
+    opt.perturb_weights() if at == "x" else opt.unperturb()
+    saved.backward()
+    assert_same_bits([weights.grad], [kept])

@@ -242,3 +242,17 @@ def test_a_layer_that_was_frozen_with_a_gradient_of_zeros_has_a_product_of_zeros
     ratio = opt.state[net[0].weight]["exp_hessian_diag"] / known
     torch.testing.assert_close(ratio, torch.full_like(ratio, (1 - 0.999**2) / (1 - 0.999)), rtol=1e-5, atol=0)
     assert not torch.equal(opt.state[net[2].weight]["exp_hessian_diag"], other)
+
+
+@pytest.mark.parametrize("call", ["take_products", "step"])
+def test_a_layer_that_is_frozen_between_the_pass_of_a_refresh_and_its_products_is_named(call):
+    net = make_net()
+    opt = AdaHessian(net.named_parameters(), lr=0.05)
+    before = snapshot(net)
+    loss_of(net).backward(create_graph=True)
+    net[0].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=f"AdaHessian.{call}: '0.weight' was frozen after the backward pass"):
+        getattr(opt, call)()
+    assert_same_bits(snapshot(net), before)
+    opt.zero_grad()
+    step(opt, net)

@@ -1,6 +1,7 @@
 """Nothing is left over of a step that somebody skipped, or that an exception ended."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from test_kept_tensors import loss_of, make_net, step
 from training import assert_same_bits, snapshot
 
 from sassha_fast import GSASSHA, MSASSHA, SASSHA, AdaHessian, SophiaH
+from sassha_fast._core import step as step_module
 
 
 @pytest.mark.parametrize("op", ["_foreach_div", "_foreach_sub_", "_foreach_copy_"])
@@ -181,3 +183,49 @@ def test_a_step_that_no_closure_drives_any_more_blocks_no_call():
     opt._step = left
     opt.step(closure)
     assert kept[0] is not left
+
+
+@pytest.mark.parametrize("call", ["take_products", "step"])
+def test_an_interrupt_at_any_line_leaves_nothing_at_the_parameters(call):
+    net, source, stopped = make_net(), step_module.__file__, set()
+
+    def tracer(frame, event, arg):
+        line = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and line[0] == source and line not in stopped:
+            stopped.add(line)
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return tracer
+
+    theirs = []
+    net[0].weight.register_post_accumulate_grad_hook(theirs.append)
+    for _ in range(1000):
+        opt = AdaHessian(net.parameters(), lr=0.05)
+        loss_of(net).backward(create_graph=True)
+        if call == "step":
+            opt.take_products()
+        before = len(stopped)
+        sys.settrace(tracer)
+        try:
+            getattr(opt, call)()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        opt.zero_grad()
+        hooks = [len(p._post_accumulate_grad_hooks or ()) for p in net.parameters()]
+        assert hooks == [1, *[0] * (len(hooks) - 1)], max(stopped)
+        if len(stopped) == before:
+            break
+    assert len(stopped) > 20
+    loss_of(net).backward()
+    assert theirs
+
+
+def test_nothing_stays_at_the_parameters_after_a_step_that_another_call_gave_up():
+    net = make_net()
+    opt = AdaHessian(net.parameters(), lr=0.05)
+    loss_of(net).backward(create_graph=True)
+    opt.take_products()
+    opt.load_state_dict(opt.state_dict())
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())

@@ -186,3 +186,97 @@ def test_a_parameter_whose_memory_was_given_away_is_refused(method, backend):
     p.data.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="parameter 0 of group 0 has lost its memory: its storage has 0 bytes"):
         opt.perturb_weights() if method is SASSHA else opt.step()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_behind_the_end_of_what_is_left_of_its_storage_is_refused(backend):
+    _, p, opt = start(backend=backend)
+    opt.zero_grad()
+    flat = torch.ones(2, *p.shape)
+    p.grad = flat[1]
+    flat.untyped_storage().resize_(p.numel() * 4)  # as many bytes as the gradient has, but before it
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match="the gradient of parameter 0 of group 0 has lost its memory"):
+        opt.perturb_weights()
+    assert_same_bits([p], [before])
+
+
+def test_a_parameter_with_less_memory_at_the_same_address_is_refused():
+    for attempt in range(300):  # the allocator gives it sooner or later
+        elements, cut = (1000, 5000, 20000)[attempt % 3], (16, 32, 64, 128)[attempt % 4]
+        p = nn.Parameter(torch.ones(elements))
+        opt = SASSHA([p], lr=0.1)
+        for _ in range(2):
+            step(opt, p)
+        address, storage = p.data_ptr(), p.data.untyped_storage()
+        p.grad = torch.ones_like(p)
+        storage.resize_(0)
+        storage.resize_(4 * elements - cut)
+        if p.data_ptr() == address:
+            break
+    else:
+        pytest.skip("the allocator gave other memory each time")
+    with pytest.raises(ValueError, match=f"has lost its memory: its storage has {4 * elements - cut} bytes"):
+        opt.perturb_weights()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_parameter_whose_memory_was_given_away_at_x_plus_eps_is_x_again(raises, backend):
+    _, p, opt = start(backend=backend, rho=0.1)
+    q = nn.Parameter(torch.linspace(-1.0, 1.0, 1 << 18))
+    opt.add_param_group({"params": [q]})
+    before = [p.detach().clone(), q.detach().clone()]
+
+    def closure():
+        opt.zero_grad()
+        loss = (p**2).sum() + (q**2).sum()
+        loss.backward()
+        if not torch.equal(q, before[1]):
+            q.data.untyped_storage().resize_(0)
+            if raises:
+                raise KeyboardInterrupt
+        return loss.detach()
+
+    with pytest.raises(KeyboardInterrupt if raises else (RuntimeError, ValueError)):
+        opt.step(closure)
+    assert_same_bits([p, q], before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("change", ["resized", "replaced"])
+def test_a_probe_of_a_parameter_that_is_elsewhere_is_refused(change, backend):
+    p = nn.Parameter(torch.linspace(-1.0, 1.0, 1 << 18))
+    before = p.detach().clone()
+    opt = SASSHA([p], lr=0.1, rho=0.1, hvp="finite_difference", backend=backend)
+    (p**4).sum().backward()
+    opt.perturb_weights()
+    (p**4).sum().backward()
+    said = "has lost its memory" if change == "resized" else "was changed by p.data"
+    if change == "resized":
+        p.data.untyped_storage().resize_(0)
+    else:
+        p.data = p.data.clone()
+    with pytest.raises(RuntimeError, match=f"a probe would not move parameter 0 of group 0, which {said}"):
+        opt.probe_weights()
+    assert_same_bits([p], [before])
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("state_bits", [32, 8])
+def test_a_checkpoint_repairs_msassha_whose_parameter_changed_its_order(state_bits, backend):
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(2, 3, 4, 5))
+    opt = MSASSHA([p], lr=0.1, rho=0.1, backend=backend, state_bits=state_bits, full_precision_below=0)
+    for _ in range(3):
+        step(opt, p)
+    opt.eval()
+    x = p.detach().clone()
+    opt.train()
+    p.data = p.data.to(memory_format=torch.channels_last)
+    opt.load_state_dict(opt.state_dict())
+    opt.eval()
+    assert_same_bits([p], [x])
+    opt.train()
+    step(opt, p)
