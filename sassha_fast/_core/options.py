@@ -241,12 +241,16 @@ class CheckedGroups:
     def __init__(self, names: Sequence[str], caller: str) -> None:
         """Takes what may be in a group, and what errors call the optimizer."""
         self._names, self._caller = names, caller
+        self._present: list[str] = []  # of these names, those that groups have had
         self._known: list[Any] = []
         self._is_settled = True  # whether none of them can change in place
 
     def check(self, groups: Sequence[Mapping[str, Any]], *, capturable: bool) -> None:
         """Raises ValueError unless all hyperparameters of the groups are good."""
         names = [name for name in self._names if groups and name in groups[0]]
+        if len(names) < len(self._present):
+            names = self._present
+        self._present = names
         try:
             values = [group[name] for group in groups for name in names]
         except KeyError:
@@ -263,7 +267,7 @@ class CheckedGroups:
 
     def _refuse_missing(self, groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> NoReturn:
         number, name = next((n, name) for n, group in enumerate(groups) for name in names if name not in group)
-        raise ValueError(f"{self._caller}: group {number} has no {name!r}; give it one, as group 0 has")
+        raise ValueError(f"{self._caller}: group {number} has no {name!r}, which was taken out; give it one")
 
 
 def arguments(

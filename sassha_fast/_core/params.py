@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import backends
 from .._passes.accessors import clear_grads, device_of, grad, is_neg, is_own, resolved
+from .._passes.layout import DTYPES
 from .._passes.plan import Plan
 from .._passes.shards import local
 from .._passes.upload import is_capturing
@@ -186,6 +187,12 @@ class Parameters:
             columns = tuple(list(compress(column, key)) for column in columns)  # type: ignore[assignment]
         params, positions, groups, names = columns
         self.check_overlap(options.caller)
+        for name, p in zip(names, params, strict=True):
+            if p.dtype not in DTYPES:
+                raise ValueError(
+                    f"{options.caller}: {name} is {p.dtype}, expected torch.float32, torch.float64, torch.bfloat16 or "
+                    "torch.float16; train it in one of these, and cast it where it is used"
+                )
         return Plan(
             params,
             positions,

@@ -34,7 +34,8 @@ storage_of: Callable[[Tensor], Any] = torch._C.TensorBase.untyped_storage
 storage_address: Callable[[Any], int] = torch._C.StorageBase.__dict__["_cdata"].__get__
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 is_resizable: Callable[[Any], bool] = torch._C.StorageBase.__dict__["resizable"]
-uses: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]  # of the tensor itself, by graphs that have saved it too
+# Of the tensor itself, by graphs that have saved it too, where torch can tell.
+uses: Callable[[Tensor], int] = getattr(torch._C.TensorBase, "_use_count", lambda tensor: 0)
 requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
 
 
@@ -100,7 +101,7 @@ _tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callb
 def _idle_counts() -> tuple[int, int]:
     param = torch.zeros(1, requires_grad=True, device="cpu")
     param.grad = torch.zeros(1, device="cpu")
-    grads = [p.grad for p in (param,)]
+    grads = [p.grad for p in (param,) if p.grad is not None]
     return next(map(sys.getrefcount, grads)), next(map(uses, grads))
 
 

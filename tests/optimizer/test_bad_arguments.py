@@ -311,3 +311,28 @@ def test_the_method_can_not_be_assigned(method):
         with pytest.raises(AttributeError, match=rf"^{method.__name__}: variant is what .* construct"):
             opt.variant = value
     assert opt.variant is before
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_hyperparameter_that_was_taken_out_of_a_group_is_named(groups, number):
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(groups)]
+    opt = SASSHA([{"params": [p]} for p in params], lr=0.1)
+    opt.step(closure_of(opt, lambda: sum((p**4).sum() for p in params)))
+    number = min(number, groups - 1)
+    kept = opt.param_groups[number].pop("lr")
+    with pytest.raises(ValueError, match=f"SASSHA: group {number} has no 'lr', which was taken out; give it one"):
+        opt.step(closure_of(opt, lambda: sum((p**4).sum() for p in params)))
+    opt.param_groups[number]["lr"] = kept
+    opt.step(closure_of(opt, lambda: sum((p**4).sum() for p in params)))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "foreach", "reference"])
+def test_a_gradient_in_8_bits_is_refused_by_name_and_a_frozen_weight_is_not(backend):
+    p, frozen = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), False)
+    opt = SASSHA([p, frozen], lr=0.1, backend=backend)
+    opt.step(closure_of(opt, lambda: (p**4).sum()))
+    frozen.requires_grad_(True)
+    p.grad, frozen.grad = torch.ones(4), torch.ones(4).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0 is torch\.float8_e4m3fn, expected torch\.float32"):
+        opt.perturb_weights()
