@@ -1,6 +1,7 @@
 """Per-tensor questions that are asked of every tensor at every step, as C functions to ``map`` over a list.
 
-Looking an attribute up on a tensor costs as much as the answer. These are what the attributes call.
+Properties come as ``attrgetter``, which asks a tensor a fifth faster than the descriptor's ``__get__`` does. Of methods
+it would have to make a bound one first.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,19 +26,18 @@ address = torch._C.TensorBase.data_ptr
 is_contiguous = torch._C.TensorBase.is_contiguous
 is_neg = torch._C.TensorBase.is_neg
 numel = torch._C.TensorBase.numel  # a method, which costs half of what a property does
-dtype: Callable[[Tensor], torch.dtype] = torch._C.TensorBase.__dict__["dtype"].__get__
-device_of: Callable[[Tensor], torch.device] = torch._C.TensorBase.__dict__["device"].__get__
-grad: Callable[[Tensor], Tensor | None] = torch._C.TensorBase.__dict__["grad"].__get__
-set_grad: Callable[[Tensor, None], None] = torch._C.TensorBase.__dict__["grad"].__set__
-version: Callable[[Tensor], int] = torch._C.TensorBase.__dict__["_version"].__get__
+dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+device_of: Callable[[Tensor], torch.device] = attrgetter("device")
+grad: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+version: Callable[[Tensor], int] = attrgetter("_version")
+requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 record_stream = torch._C.TensorBase.record_stream
 storage_of: Callable[[Tensor], Any] = torch._C.TensorBase.untyped_storage
-storage_address: Callable[[Any], int] = torch._C.StorageBase.__dict__["_cdata"].__get__
+storage_address: Callable[[Any], int] = attrgetter("_cdata")
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 is_resizable: Callable[[Any], bool] = torch._C.StorageBase.__dict__["resizable"]
 # Of the tensor itself, by graphs that have saved it too, where torch can tell.
 uses: Callable[[Tensor], int] = getattr(torch._C.TensorBase, "_use_count", lambda tensor: 0)
-requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.__dict__["requires_grad"].__get__
 
 
 def resolved(tensor: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ def resolved(tensor: Tensor) -> Tensor:
 
 def clear_grads(params: Iterable[Tensor]) -> None:
     """Leaves parameters without a gradient."""
-    any(map(set_grad, params, repeat(None)))  # for all p: p.grad = None
+    any(map(setattr, params, repeat("grad"), repeat(None)))  # for all p: p.grad = None
 
 
 def stream_of(device: torch.device) -> int:
