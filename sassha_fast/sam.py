@@ -119,8 +119,8 @@ class SAM(FusedOptimizer):
         self._parts.descent = Delegated(base)
         self.param_groups, self.state = base.param_groups, base.state
 
-    @override
     def _schema(self) -> Schema:
+        """What checkpoints hold, which follows from the base optimizer."""
         name, base = self._parts.options.caller, BaseSchema(self.base_optimizer, self._parts.options.caller)
         return Schema(
             name,

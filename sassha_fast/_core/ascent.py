@@ -42,7 +42,7 @@ class GradientAscent(Ascent):
 
     @override
     def needs_pass(self, step: Step) -> bool:
-        radii = step.radii()
+        radii = step.schedules.radii()
         # A tensor is not read: it may be on a device, and 0 only now.
         return any(isinstance(group["rho"], Tensor) for group in step.parts.params.groups) or any(
             radius != 0.0 for radius in radii
@@ -85,7 +85,7 @@ class GradientAscent(Ascent):
             plan.bind_state(parts.params.states(plan, parts.options), state_tensors(x_in_state=False), COMPACT_KEYS)
         plan.bind_grads(grads, overwrite=True)
         square_sums = plan.square_sums(of_ascent=True)
-        pairs = zip(step.radii(), groups, strict=True)
+        pairs = zip(step.schedules.radii(), groups, strict=True)
         signed = [-radius if group.get("maximize") else radius for radius, group in pairs]
         offsets = [group["perturb_eps"] for group in groups]
         scales = plan.ascent_scales(square_sums, signed, offsets, on_device=parts.options.capturable)
@@ -164,7 +164,7 @@ class MomentumAscent(Ascent):
         self.refuse_evaluating(step.parts, "step")
         if self._held is not None and self._held[0] is not plan:
             self._refuse_replaced(step.parts, self._held[0])
-        pairs = zip(step.next_rho(), step.parts.params.groups, strict=True)
+        pairs = zip(step.schedules.next_rho(), step.parts.params.groups, strict=True)
         self._scale_signs = [rho * group["sign"] for rho, group in pairs]
         self._offsets = [group["perturb_eps"] for group in step.parts.params.groups]
 

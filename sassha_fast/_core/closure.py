@@ -19,6 +19,7 @@ from torch.utils.weak import TensorWeakRef
 
 from .._parallel.reducer import seen_in
 from .._passes.accessors import grad
+from .amp import NO_AMP, Amp
 from .contexts import (
     CreateGraph,
     MakesContext,
@@ -31,7 +32,7 @@ from .contexts import (
 from .curvature import Curvature
 from .guards import warn_of_lightning, watched_statistics
 from .params import Parameters
-from .step import NO_AMP, Amp, Step
+from .step import Step
 
 Closure = Callable[[], "Tensor | float"]
 NOTHING: AbstractContextManager[Any] = nullcontext()  # around a pass that nothing is done with

@@ -20,6 +20,7 @@ from .._passes.shards import local
 from .._passes.upload import is_capturing
 from ..reference import is_unseen
 from ..stats import Stats
+from .amp import Amp
 from .compact import curvature as known_curvature
 from .curvature import Curvature
 from .device_scalars import device_scalars
@@ -30,7 +31,7 @@ from .params import Parameters
 from .products import filter_means, without_zeros
 from .scalars import Request, cohort_scalars
 from .state import state_tensors
-from .step import Amp, Descent, Step
+from .step import Descent, Step
 
 BIAS2_COLUMN, BIAS2_KEPT_COLUMN = map(StepScalars._fields.index, ("bias2", "bias2_kept"))
 
@@ -50,7 +51,7 @@ class Preconditioned(Descent):
         grad_scale, skip = _limits(options, stats, plan, amp)
         if not isinstance(skip, Tensor) and skip:
             step.come_back()
-            step.write_schedules()
+            step.schedules.write_schedules()
             stats.skipped_steps += 1
             return
         step.parts.ascent.prepare_update(step, plan)
@@ -75,7 +76,7 @@ class _Update:
         self, step: Step, plan: Plan, curvature: Curvature, grad_scale: float | Tensor, skip: float | Tensor
     ) -> None:
         """Computes scalars and prepares products."""
-        params, options, groups = step.parts.params, step.parts.options, step.groups_of_update()
+        params, options, groups = step.parts.params, step.parts.options, step.schedules.groups_of_update()
         self.step, self.plan, self.skip = step, plan, skip
         # Within a capture nothing can be asked of the device; what it brought is then told by replayed().
         self.is_captured = is_capturing(plan.params[0].device)
@@ -216,7 +217,7 @@ class _Update:
         if self.given is not None:
             used_here(self.given.values)
         self.plan.end_step()
-        self.step.write_schedules()
+        self.step.schedules.write_schedules()
         next_clock = self.step.clock + 1
         if self.retry_clock is not None and not self.step.refresh.scheduled:
             next_clock = self.retry_clock  # a scheduled refresh that failed, unnoticed until now, is due again
@@ -391,6 +392,6 @@ class Delegated(Descent):
                 torch._foreach_mul_(grads, grad_scale)
             assert self.base is not None
             self.base.step()
-        step.write_schedules()
+        step.schedules.write_schedules()
         for group in step.parts.params.groups:
             group["ascents"] = step.clock + 1

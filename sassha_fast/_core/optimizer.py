@@ -7,14 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.amp.grad_scaler import OptState
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -23,89 +20,25 @@ from typing_extensions import override
 
 from .._parallel.reducer import Reducer
 from .._passes.accessors import clear_grads, hooked, no_grad, requires_grad
-from .._passes.shards import is_sharded, local
-from ..checks import check_count, check_param, parameter_name, refuse_cast, shown, user_level
+from .._passes.shards import local
+from ..checks import check_count, check_param, parameter_name
 from ..stats import Stats
 from ..variant import Ascent as AscentOf
+from .amp import Amp, StepHook, Unscaling, forget_scaler, has_unscaled
+from .attributes import Capturable, Fixed, Method, OfProducts, Option
+from .checkpoints import entries_to_save, loaded, master_weights
 from .closure import Accumulated, Closure, as_closure, is_running, run, run_shadow
-from .compact import as_full, belongs, full_entry, has_correction, is_compact, saved_entry, stored_format, weight
+from .compact import as_full
 from .contexts import KINKED, CreateGraph, frozen_batchnorm, refresh_context
 from .gap import decomposes
 from .guards import SyncedGraph
-from .keys import CORRECTION, CORRECTION_OF, HESSIAN_STEP, WEIGHT
+from .keys import HESSIAN_STEP
 from .options import HYPERPARAMETERS, CheckedGroups, Options, check_group
 from .params import Parameters
-from .state import Schema, check_checkpoint, check_structure, copied, own_schema, placed
-from .step import Amp, Ascent, Descent, Parts, Phase, Step
+from .state import check_structure
+from .step import Ascent, Descent, Parts, Phase, Step
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-class _Option:
-    """An option as an attribute of the optimizer. A new value is checked."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, opt: FusedOptimizer | None, owner: type | None = None) -> Any:
-        return self if opt is None else getattr(opt.parts.options, self.name)
-
-    def __set__(self, opt: FusedOptimizer, value: Any) -> None:
-        parts = opt.parts
-        parts.options = replace(parts.options, **{self.name: value})
-
-
-class _OfProducts(_Option):
-    """An option that the products of a step belong to: half a step with each value would be neither."""
-
-    def __set__(self, opt: FusedOptimizer, value: Any) -> None:
-        if not opt.is_between_steps:
-            raise RuntimeError(
-                f"{opt.parts.options.caller}: {self.name} can't become {shown(value)} within a step, whose passes were "
-                f"made for {self.name}={getattr(opt.parts.options, self.name)!r}; assign it after step()"
-            )
-        super().__set__(opt, value)
-
-
-class _Fixed(_Option):
-    """An option that the memory of the state follows from."""
-
-    def __set__(self, opt: FusedOptimizer, value: Any) -> None:
-        raise AttributeError(
-            f"{opt.parts.options.caller}: {self.name} is {getattr(opt.parts.options, self.name)} from construction on; "
-            f"construct an optimizer with {self.name}={value!r} and load opt.state_dict() into it, which converts it"
-        )
-
-
-class _Method(_Option):
-    """The variant, which follows from the class and the arguments that choose it."""
-
-    def __set__(self, opt: FusedOptimizer, value: Any) -> None:
-        name = opt.parts.options.caller
-        raise AttributeError(
-            f"{name}: {self.name} is what {name} and its arguments have chosen, and parts and state are made for it; "
-            f"construct the optimizer of the method that you want, instead of assigning {shown(value)}"
-        )
-
-
-class _Capturable(_Option):
-    """Where step counts are kept: on the device or on the host."""
-
-    def __set__(self, opt: FusedOptimizer, value: Any) -> None:
-        parts = opt.parts
-        before, name = parts.options.capturable, parts.options.caller
-        options = replace(parts.options, capturable=value)
-        if options.capturable != before and not parts.descent.has_curvature:
-            raise AttributeError(
-                f"{name}: capturable is {before}, as {name} counts its steps on the host; leave it, or give the base "
-                "optimizer its own capturable=True at construction"
-            )
-        if options.capturable != before and any(parts.params.state.values()):
-            raise AttributeError(
-                f"{name}: capturable is {before}, and the state is made for it; construct an optimizer with "
-                f"capturable={options.capturable}, whose load_state_dict(opt.state_dict()) converts the state"
-            )
-        parts.options = options
 
 
 class FusedOptimizer(Optimizer, Joinable):
@@ -121,27 +54,27 @@ class FusedOptimizer(Optimizer, Joinable):
     ascent_part: type[Ascent]
     descent_part: type[Descent]
     checked_hyperparameters: Sequence[str] = tuple(HYPERPARAMETERS)
-    variant = _Method()
-    lazy_hessian = _Option()
-    n_samples = _OfProducts()
-    grad_reduce = _Option()
-    reduce_grads = _Option()
-    perturb_sync = _Option()
-    seed = _OfProducts()
-    hvp = _OfProducts()
-    hvp_point = _OfProducts()
-    backend = _Option()
-    bias_correction = _Option()
-    hessian_power_scheduler = _Option()
-    rho_scheduler = _Option()
-    max_grad_norm = _Option()
-    skip_nonfinite = _Option()
-    stochastic_rounding = _Option()
-    capturable = _Capturable()
-    unseen = _Option()
-    state_bits = _Fixed()
-    master_weight_bits = _Fixed()
-    full_precision_below = _Fixed()
+    variant = Method()
+    lazy_hessian = Option()
+    n_samples = OfProducts()
+    grad_reduce = Option()
+    reduce_grads = Option()
+    perturb_sync = Option()
+    seed = OfProducts()
+    hvp = OfProducts()
+    hvp_point = OfProducts()
+    backend = Option()
+    bias_correction = Option()
+    hessian_power_scheduler = Option()
+    rho_scheduler = Option()
+    max_grad_norm = Option()
+    skip_nonfinite = Option()
+    stochastic_rounding = Option()
+    capturable = Capturable()
+    unseen = Option()
+    state_bits = Fixed()
+    master_weight_bits = Fixed()
+    full_precision_below = Fixed()
     _step_supports_amp_scaling = True  # GradScaler.step then sets `grad_scale` and `found_inf` for the call
 
     def __init__(self, params: Params, options: Options, defaults: dict[str, Any]) -> None:
@@ -343,9 +276,9 @@ class FusedOptimizer(Optimizer, Joinable):
         if options.hvp_point == "upstream":  # the graph is still to be used, with weights that it did not see
             step.check_untouched("unperturb")
             step.come_back(tell_autograd=False)
-        is_unscaled = scaler is not None and _has_unscaled(scaler, self)
+        is_unscaled = scaler is not None and has_unscaled(scaler, self)
         if is_unscaled:
-            _refuse_spent_scaler(step, "unperturb")
+            step.refuse_spent_scaler("unperturb")
         step.collect("unperturb", scaler=scaler, is_unscaled=is_unscaled)
         step.come_back()
 
@@ -399,7 +332,7 @@ class FusedOptimizer(Optimizer, Joinable):
             )
 
     @override
-    @hooked(lambda opt: _forget_scaler(opt))
+    @hooked(lambda opt: forget_scaler(opt))
     @no_grad
     def step(  # type: ignore[override]
         self,
@@ -446,18 +379,18 @@ class FusedOptimizer(Optimizer, Joinable):
             return None
         except BaseException:
             self._release_step()
-            _forget_scaler(self)
+            forget_scaler(self)
             raise
 
     @override
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """As in ``torch.optim``. If the hook raises, nothing is left of a call of ``GradScaler.step``."""
-        return super().register_step_pre_hook(_Hook(hook))
+        return super().register_step_pre_hook(StepHook(hook))
 
     @override
     def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """As in ``torch.optim``. If the hook raises, nothing is left of a call of ``GradScaler.step``."""
-        return super().register_step_post_hook(_Hook(hook))
+        return super().register_step_post_hook(StepHook(hook))
 
     def _check_plain(self, *given: object) -> None:
         """Raises if a step without a closure was given what only passes can use."""
@@ -510,7 +443,7 @@ class FusedOptimizer(Optimizer, Joinable):
         Join.notify_join_context(self)
         step = self._step = Step(self.parts, driven=True)
         self._parts.given_up_by = None
-        unscale = None if enabled is None else _Unscaling(enabled, self)
+        unscale = None if enabled is None else Unscaling(enabled, self, self._parts.params, name)
         try:
             loss = run(step, first, other, ascent_closure=climb, scaler=enabled, unscale=unscale)
         except BaseException:
@@ -543,7 +476,7 @@ class FusedOptimizer(Optimizer, Joinable):
         else:  # called by GradScaler.step
             left: Tensor | None = getattr(self, "grad_scale", None)
             if left is None and step.was_unscaled_before:
-                _refuse_spent_scaler(step, "step")
+                step.refuse_spent_scaler("step")
             try:
                 step.unscale_products(left)
             except RuntimeError:  # a later call must not take products for those of the loss
@@ -569,8 +502,8 @@ class FusedOptimizer(Optimizer, Joinable):
             set_to_none: Drop the gradients instead.
         """
         step = self._current()
-        if step is not None and step.has_only_begun:
-            step.note_zero_grad()
+        if step is not None and step.randoms is not None and step.has_only_begun:
+            step.randoms.note_zero_grad()
         elif step is not None and not step.driven and not step.is_away:
             step.roll_back()
             self._step = None
@@ -651,12 +584,12 @@ class FusedOptimizer(Optimizer, Joinable):
             step = None  # a new first pass ends what was left open
         if step is None:
             step = self._begin()
-        step.replay_random()
-        step.is_replaying = True
+        passes = step.replay_random()
+        passes.is_running = True
         try:
             yield
         finally:
-            step.is_replaying = False
+            passes.is_running = False
 
     # ---- uneven inputs ------------------------------------------------------------------------------------------
 
@@ -706,11 +639,10 @@ class FusedOptimizer(Optimizer, Joinable):
         )
         self.parts.params.wait_for_refresh()
         self._parts.descent.clock(self._parts.params)  # takes over clocks under the authors' key
-        if not any(map(is_compact, self.state.values())):
+        entries = entries_to_save(self._parts.params)
+        if entries is None:
             return super().state_dict()
-        # Groups of a scale lie within a shard. Hooks of state_dict see what is saved.
-        saved = full_entry if any(map(is_sharded, self._parts.params.all)) else saved_entry
-        with self._state_as({p: saved(entry) if is_compact(entry) else entry for p, entry in self.state.items()}):
+        with self._state_as(entries):  # hooks of state_dict see what is saved
             return super().state_dict()
 
     @contextmanager
@@ -745,21 +677,7 @@ class FusedOptimizer(Optimizer, Joinable):
             model: One whose parameters this optimizer has. Parameters that it does not have are left out.
         """
         self._refuse_while_away("master_weights", "the weights are perturbed")
-        mine = set(self.parts.params.all)
-        found: dict[Tensor, Tensor] = {}
-        names = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p in mine]
-        for name, p in names:
-            if p not in found:
-                entry = self.state.get(p, {})
-                self._check_correction(p, entry, name)
-                found[p] = weight(p, entry)
-        return {name: found[p] for name, p in names}
-
-    def _check_correction(self, param: Tensor, entry: dict[str, Any], name: str) -> None:
-        """Raises RuntimeError if x can't be had from a correction: the parameter was of another dtype then."""
-        if CORRECTION in entry and WEIGHT not in entry and not belongs(entry, param.dtype):
-            bits = f"{CORRECTION!r} is of a dtype with {entry[CORRECTION_OF]} bits of mantissa"
-            refuse_cast(repr(name), param, bits, caller=f"{self._parts.options.caller}.master_weights")
+        return master_weights(model, self.parts.params, caller=f"{self._parts.options.caller}.master_weights")
 
     @override
     @no_grad
@@ -778,40 +696,9 @@ class FusedOptimizer(Optimizer, Joinable):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _schema(self) -> Schema:
-        """What checkpoints of this optimizer hold."""
-        options = self._parts.options
-        return own_schema(options.variant, lambda p: stored_format(p, options), caller=options.caller)
-
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Takes over what is in a checkpoint, whose structure is known to be good."""
-        options = self._parts.options
-        x_in_state = options.variant.x_in_state
-        loaded = check_checkpoint(state_dict, self.param_groups, options.lazy_hessian, self._schema())
-        state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        groups, dropped, names = [], [], iter(self.parts.params.names())  # of the groups as they are now
-        for saved, group in zip(loaded["param_groups"], self.param_groups, strict=True):
-            mine = islice(names, len(group["params"]))
-            for key, p, name in zip(saved.pop("params"), group["params"], mine, strict=True):
-                if key in loaded["state"]:
-                    entry = loaded["state"][key]
-                    stored = stored_format(p, options)
-                    if not (stored.correction_bits and belongs(entry, p.dtype)):
-                        if has_correction(entry):
-                            dropped.append(name)
-                        entry.pop(CORRECTION, None)
-                    state[p] = placed(entry, p, stored, on_device=options.capturable, x_in_state=x_in_state)
-            groups.append({**{key: copied(value) for key, value in saved.items()}, "params": group["params"]})
-        if dropped:
-            warnings.warn(
-                f"{options.caller}.load_state_dict: the checkpoint has bits of {len(dropped)} weights, {dropped[0]} "
-                "among them, that their 16 bits in the model have not, and this optimizer can't take them over; "
-                "construct it with master_weight_bits=24 or 32 over parameters of the dtype that they had, bfloat16 or "
-                "float16, or load into the model what master_weights(model) gave where the checkpoint was saved, with "
-                "model.load_state_dict(weights, strict=False) if the model has buffers",
-                stacklevel=user_level(),
-            )
-        self._take_over(state, groups)
+        self._take_over(*loaded(state_dict, self.parts.params, self._parts.options))
 
     def _take_over(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
@@ -839,81 +726,6 @@ class FusedOptimizer(Optimizer, Joinable):
         if options is not None:
             self._assemble(options)
         super().__setstate__(rest)
-
-
-def _forget_scaler(opt: Optimizer) -> None:
-    """Takes back what GradScaler.step sets for a call, which it takes back itself only after a step."""
-    for name in ("grad_scale", "found_inf"):
-        vars(opt).pop(name, None)
-
-
-def _has_unscaled(scaler: GradScaler, opt: Optimizer) -> bool:
-    """Whether a scaler has unscaled the gradients of an optimizer. It tells nobody, so one has to look."""
-    states = getattr(scaler, "_per_optimizer_states", {})
-    entry = states.get(id(opt)) if scaler.is_enabled() else None
-    return entry is not None and getattr(entry.get("stage"), "name", "") == "UNSCALED"
-
-
-class _Unscaling:
-    """Takes the loss scale out of the gradients, or tells the update what ``GradScaler.step`` would tell it.
-
-    ``unscale_`` refuses float16 gradients: without their scale, small ones would be lost to rounding.
-    """
-
-    def __init__(self, scaler: GradScaler, opt: FusedOptimizer) -> None:
-        """Has done nothing yet."""
-        self.scaler, self.opt = scaler, opt
-        self.has_begun = False
-
-    def __call__(self) -> Amp:
-        """Once a step, when the gradients are complete."""
-        scaler, opt = self.scaler, self.opt
-        entry = scaler._per_optimizer_states[id(opt)]
-        if entry["stage"] is not OptState.READY:
-            raise RuntimeError(
-                f"{opt.parts.options.caller}.step: the scaler has served a step since its last update; call "
-                "scaler.update() after every step"
-            )
-        self.has_begun = True
-        grads = [p.grad for p in opt.parts.params.all if p.grad is not None]
-        if all(g.dtype != torch.float16 for g in grads):
-            scaler.unscale_(opt)
-            return Amp(check_finite=True)
-        found = scaler._check_inf_per_device(opt)
-        scale = scaler._get_scale_async()
-        assert scale is not None  # as there are losses that it has scaled, or the check has raised
-        entry["stage"] = OptState.STEPPED
-        return Amp(scale, torch.stack([t.to(scale.device, non_blocking=True) for t in found.values()]).sum())
-
-    def take_back(self) -> None:
-        """After an exception: the scaler may serve another step before its update, as this one was none."""
-        if self.has_begun:
-            self.scaler._per_optimizer_states[id(self.opt)]["stage"] = OptState.READY
-
-
-def _refuse_spent_scaler(step: Step, caller: str) -> None:
-    """Raises if it was the first pass that a scaler has unscaled, where it has unscaled one."""
-    if step.grows_beyond_first():
-        step.roll_back()
-        raise RuntimeError(
-            f"{step.parts.options.caller}.{caller}: GradScaler has unscaled the gradients of the first pass, and does "
-            "so once a step, so those of the last pass would keep their loss scale; call scaler.unscale_(opt) after "
-            "unperturb(), and leave it out before perturb_weights(), where the scale is of no matter"
-        )
-
-
-class _Hook:
-    """A hook of ``step``, which is called outside of it."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self.hook = hook
-
-    def __call__(self, opt: FusedOptimizer, *args: Any) -> Any:
-        try:
-            return self.hook(opt, *args)
-        except BaseException:
-            _forget_scaler(opt)
-            raise
 
 
 class _Shadow(JoinHook):

@@ -8,33 +8,34 @@ leaves the weights at x with the state that belongs to it, or, once the update h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils.weak import TensorWeakRef
 
-from .. import schedules
 from .._parallel.collectives import EarlyReduction
 from .._parallel.reducer import Reducer
 from .._passes.accessors import grad, requires_grad, used_here, version, weights_moved
 from .._passes.plan import Plan
 from .._passes.reference import Stepped
 from .._passes.upload import is_capturing
-from ..checks import check_number
 from ..stats import Stats
-from .contexts import RandomState
+from .amp import NO_AMP, Amp, kept_scale, scale_of
+from .capture import check_capture
 from .curvature import Curvature, Refresh
 from .gap import decompose, decomposes
 from .keys import STEP
-from .options import HYPERPARAMETERS, CheckedGroups, Options
+from .later_passes import LaterPasses
+from .options import CheckedGroups, Options
 from .params import Grads, Parameters
+from .replayed import ReplayedPasses
+from .scheduled import ScheduledValues
 
 Gathered: TypeAlias = "tuple[Plan | None, list[Tensor]]"
 
@@ -50,23 +51,6 @@ class Phase(Enum):
     PROBING = "at a probe"  # around x + ε
     COLLECTED = "at x, with gradients and products complete"
     ENDED = "over"
-
-
-class Amp(NamedTuple):
-    """What mixed precision tells an update.
-
-    Attributes:
-        loss_scale: What the gradients still have to be divided by.
-        overflow: Not 0 if gradients are known to have overflowed.
-        check_finite: Find out whether they have.
-    """
-
-    loss_scale: Tensor | None = None
-    overflow: float | Tensor = 0.0
-    check_finite: bool = False
-
-
-NO_AMP = Amp()
 
 
 class Pending(Protocol):
@@ -187,67 +171,6 @@ def some_of(names: Sequence[str]) -> str | None:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _scale_of(scaler: GradScaler) -> float | Tensor:
-    """The loss scale at hand of a scaler that has scaled a loss."""
-    scale = scaler._get_scale_async()
-    return scaler.get_scale() if scale is None else _kept(scale)
-
-
-def _kept(scale: Tensor) -> float | Tensor:
-    """A loss scale that its scaler may change. A device is not waited for: what it has stays there."""
-    return float(scale) if scale.device.type == "cpu" else scale.double()
-
-
-class LaterPasses:
-    """Notices a backward pass that gives parameters new gradients in place of those that they have now.
-
-    Of gradients that are others one can't see who made them: a backward pass, or somebody who clips by
-    ``p.grad = p.grad.clamp(...)``. So torch tells of every pass into two of the parameters, which most passes reach.
-    """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        """Takes parameters that have a gradient."""
-        self._before = [(p, TensorWeakRef(p.grad)) for p in params if p.grad is not None]
-        self._reached: set[int] = set()
-        self._hooks: list[tuple[Tensor, OrderedDict[Any, Any], bool]] = []  # where ours are, and whether alone
-
-    def listen(self) -> None:
-        """Begins, until :meth:`stop`. What an interrupt leaves here is known before, so that this finds it."""
-        note = partial(_note, self._reached)
-        for p, _ in self._before:
-            if not p.requires_grad:
-                continue
-            hooks: Any = p._post_accumulate_grad_hooks
-            if hooks is None:  # what torch does too, in a fifth of the time
-                hooks = OrderedDict(((self, note),))  # torch's keys are numbers
-                self._hooks.append((p, hooks, True))
-                p._post_accumulate_grad_hooks = hooks
-            else:
-                self._hooks.append((p, hooks, False))
-                hooks[self] = note
-
-    def stop(self) -> None:
-        """Leaves nothing at the parameters. May be called twice."""
-        for p, hooks, alone in self._hooks:
-            hooks.pop(self, None)
-            if alone and not hooks and p._post_accumulate_grad_hooks is hooks:
-                p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-
-    @property
-    def began_anew(self) -> bool:
-        """Whether a parameter has a gradient of a later pass. One that was added to is the same tensor."""
-        return any(id(p) in self._reached and p.grad is not before() for p, before in self._before)
-
-    @property
-    def are_zeroed(self) -> bool:
-        """Whether none of the parameters has a gradient any more."""
-        return all(p.grad is None for p, _ in self._before)
-
-
-def _note(reached: set[int], param: Tensor) -> None:
-    reached.add(id(param))
-
-
 def _undone_on_error(method: Callable[Concatenate[Step, P], R]) -> Callable[Concatenate[Step, P], R]:
     """Ends the step if an exception leaves the method."""
 
@@ -279,7 +202,8 @@ class Step:
         early: What was sent to other processes while the pass at hand ran.
         curvature: Products, once they are taken.
         pending: The update, once it is prepared.
-        is_replaying: Whether a pass runs whose random numbers are remembered.
+        schedules: What schedules have for it.
+        randoms: Random numbers of its passes, in hand-written loops that replay them.
         wants_graph: Whether the pass at hand may be the one that is differentiated again.
         is_broken: Whether an exception has left it, which another one may keep from being rolled back.
         is_undone: Whether an exception has ended it before its update.
@@ -306,7 +230,8 @@ class Step:
         self.early: EarlyReduction | None = None
         self.curvature: Curvature | None = None
         self.pending: Pending | None = None
-        self.is_replaying = False
+        self.schedules = ScheduledValues(params, options)
+        self.randoms: ReplayedPasses | None = None
         self.wants_graph = True
         self.is_shadow = False
         self.is_captured = False
@@ -319,11 +244,6 @@ class Step:
         self._later_passes: LaterPasses | None = None  # than the one whose gradients were collected
         self._knows_scaler = False
         self._versions: list[int] = []  # of the moved parameters when they were moved last
-        self._radii: Sequence[float | Tensor] | None = None
-        self._randoms: list[RandomState] = []  # of the passes before the ascent
-        self._replayed = 0
-        self._is_zeroed = False  # whether gradients were zeroed since the last of these passes
-        self._next_values: dict[str, Any] = {}  # that schedules have for the groups
         self._stats_before: dict[str, Tensor] | None = None  # numbers of the step before one that is captured
 
     # ---- questions ----------------------------------------------------------------------------------------------
@@ -377,7 +297,7 @@ class Step:
         """Gradients at probes that the step takes."""
         return self.parts.options.gradients_per_refresh if self.hessian_due else 0
 
-    def grows_beyond_first(self) -> bool:
+    def _grows_beyond_first(self) -> bool:
         """Whether the gradients at hand are longer than those of the first pass: by a loss scale, say."""
         parts = self.parts
         grads = [g.detach() for g in map(grad, parts.params.all) if g is not None]
@@ -386,6 +306,16 @@ class Step:
             return False
         squares = torch.stack(torch._foreach_norm(grads)).double().square().sum()
         return bool(squares > parts.stats.square_sums.sum().to(squares.device))
+
+    def refuse_spent_scaler(self, caller: str) -> None:
+        """Raises if it was the first pass that a scaler has unscaled, where it has unscaled one."""
+        if self._grows_beyond_first():
+            self.roll_back()
+            raise RuntimeError(
+                f"{self.parts.options.caller}.{caller}: GradScaler has unscaled the gradients of the first pass, and "
+                "does so once a step, so those of the last pass would keep their loss scale; call scaler.unscale_(opt) "
+                "after unperturb(), and leave it out before perturb_weights(), where the scale is of no matter"
+            )
 
     @property
     def differentiates(self) -> bool:
@@ -404,65 +334,22 @@ class Step:
         entry = self.parts.params.state.get(plan.params[0])
         return entry[STEP] if entry else 0
 
-    # ---- schedules ----------------------------------------------------------------------------------------------
-
-    def radii(self) -> Sequence[float | Tensor]:
-        """The radius of every group in this step."""
-        if self._radii is None:
-            self._radii = self.next_rho()
-        return self._radii
-
-    def next_rho(self) -> Sequence[float | Tensor]:
-        """The radius of every group; one that is scheduled takes its next value."""
-        options = self.parts.options
-        radii = [group["rho"] for group in self.parts.params.groups]
-        if options.rho_scheduler is not None:
-            radii = [self._scheduled("rho", "rho_step", options.rho_scheduler)] * len(radii)
-        return radii if options.capturable else list(map(float, radii))
-
-    def groups_of_update(self) -> list[dict[str, Any]]:
-        """The parameter groups as the update sees them: a Hessian power that is scheduled takes its next value."""
-        groups, schedule = self.parts.params.groups, self.parts.options.hessian_power_scheduler
-        if schedule is None:
-            return groups
-        power = self._scheduled("hessian_power", "power_step", schedule)
-        return [{**group, "hessian_power": power} for group in groups]
-
-    def _scheduled(self, key: str, counter: str, schedule: schedules.Schedule | schedules.Stepping) -> float:
-        """The next value of a schedule, which the groups get when the step is done."""
-        count = self.parts.params.groups[0][counter]
-        value = schedules.next_value(schedule, count)
-        check_number(key, value, caller=self.parts.options.caller)
-        self._next_values |= {key: value, counter: count + 1}
-        return value
-
-    def write_schedules(self) -> None:
-        """Gives the groups what was scheduled for this step. May be called twice."""
-        if self._next_values:
-            for group in self.parts.params.groups:
-                group.update(self._next_values)
-
     # ---- random numbers -----------------------------------------------------------------------------------------
 
-    def replay_random(self) -> None:
+    def replay_random(self) -> ReplayedPasses:
         """Before a pass: remembers the random numbers of those before the ascent, and goes back to them afterwards."""
-        if self.is_away and self._randoms:
-            self._randoms[self._replayed % len(self._randoms)].restore()
-            self._replayed += 1
-        elif not self.is_away:
-            # Whoever zeroed gradients, through us or not, has given up the passes before.
-            if self._is_zeroed or not self.parts.params.have_grads():
-                self._randoms, self._is_zeroed = [], False
-            self._randoms.append(RandomState(p.device for p in self.parts.params.all))
+        if self.randoms is None:
+            self.randoms = ReplayedPasses()
+        if self.is_away:
+            self.randoms.replay()
+        else:
+            self.randoms.remember(self.parts.params)
+        return self.randoms
 
     @property
     def has_only_begun(self) -> bool:
         """Whether nothing is known of it but the random numbers of its first passes."""
-        return self.phase is Phase.BEGUN and not self.driven and not self.climbed and bool(self._randoms)
-
-    def note_zero_grad(self) -> None:
-        """The next pass begins anew, unless the gradients were zeroed within a pass."""
-        self._is_zeroed = not self.is_replaying
+        return self.phase is Phase.BEGUN and not self.driven and not self.climbed and self.randoms is not None
 
     # ---- phases -------------------------------------------------------------------------------------------------
 
@@ -549,7 +436,7 @@ class Step:
         self._knows_scaler = scaler is not None
         if scaler is not None and scaler.is_enabled():
             if found.products is not None:
-                found = replace(found, loss_scale=_scale_of(scaler))
+                found = replace(found, loss_scale=scale_of(scaler))
             used_here((self.parts.stats.square_sums, self.parts.stats.scales))  # which the quotients replace
             self.parts.stats.divide_by(scaler)
         self.curvature = found
@@ -574,7 +461,7 @@ class Step:
             return
         known = found.loss_scale
         if not isinstance(known, Tensor):
-            known = known or (None if left is None else _kept(left))
+            known = known or (None if left is None else kept_scale(left))
         if known is None:
             name = self.parts.options.caller
             raise RuntimeError(
@@ -613,7 +500,7 @@ class Step:
                     "the optimizer the parameters of this very model"
                 )
             self._come_back()
-            self.write_schedules()
+            self.schedules.write_schedules()
         else:
             if any(map(requires_grad, grads)):  # the graph of a pass that no product was taken of
                 grads = params.detach_grads()
@@ -692,43 +579,14 @@ class Step:
 
     def _check_capture(self, caller: str) -> None:
         """Raises if a CUDA graph is captured that would not do at every replay what this step does."""
-        params, options = self.parts.params, self.parts.options
-        if not params.all or not is_capturing(params.all[0].device):
+        parts = self.parts
+        if not parts.params.all or not is_capturing(parts.params.all[0].device):
             return
         if not self.is_captured:
-            self.is_captured, self._stats_before = True, self.parts.stats.of_step()
-        name = f"{options.caller}.{caller}"
-        if not self.parts.descent.has_curvature:
-            raise RuntimeError(
-                f"{name}: a CUDA graph is being captured, but {options.caller} counts its steps on the host; capture "
-                "the passes without it"
-            )
-        if not options.capturable:
-            raise RuntimeError(
-                f"{name}: a CUDA graph is being captured, but step counts and learning rates are read on the host, so "
-                f"that every replay would repeat this very step; construct {options.caller} with capturable=True"
-            )
-        if self.hessian_due:
-            raise RuntimeError(
-                f"{name}: a CUDA graph is being captured, but this step refreshes the curvature, which replays can't "
-                "schedule; capture ordinary steps (not opt.hessian_due) and run refreshes between the replays"
-            )
-        self._check_tensors(name)
-
-    def _check_tensors(self, name: str) -> None:
-        """Raises if replays would go on with what a hyperparameter that is a tensor is now."""
-        device = self.parts.params.all[0].device
-        for number, group in enumerate(self.parts.params.groups):
-            for key in (key for key in HYPERPARAMETERS if key in group):
-                values = group[key] if isinstance(group[key], Sequence) else (group[key],)
-                on_host = key in ("betas", "hessian_power")
-                found = [v for v in values if isinstance(v, Tensor) and (on_host or v.device.type == "cpu")]
-                if found:
-                    remedy = "give a number" if on_host else f"make it on {device}, or give a number"
-                    raise RuntimeError(
-                        f"{name}: a CUDA graph is being captured, but {key} of group {number} is a tensor on "
-                        f"{found[0].device}, which replays can't read; {remedy}"
-                    )
+            self.is_captured, self._stats_before = True, parts.stats.of_step()
+        name = f"{parts.options.caller}.{caller}"
+        due = parts.options.capturable and self.hessian_due  # which another error would keep from being asked
+        check_capture(parts.params, parts.options, name, has_curvature=parts.descent.has_curvature, is_due=due)
 
     # ---- gradients and products ---------------------------------------------------------------------------------
 
