@@ -13,17 +13,36 @@
 namespace sassha {
 namespace {
 
-// Owns a list that came in over the boundary.
-struct ListOwner {
-  explicit ListOwner(StableListHandle handle) : list(handle) {}
-  ListOwner(const ListOwner&) = delete;
-  ~ListOwner() { torch_delete_list(list); }
-  size_t size() const {
-    size_t n = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list, &n));
-    return n;
+// A list of tensors that came in over the boundary. Its entries belong to whoever takes them; those that nobody takes
+// are deleted with the list, which by itself would leave them alive for ever.
+class TakenList {
+ public:
+  explicit TakenList(StableListHandle handle) : list_(handle) {
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list_, &size_));
   }
-  StableListHandle list;
+  TakenList(const TakenList&) = delete;
+  ~TakenList() {
+    StableIValue item;
+    while (taken_ < size_) {
+      if (torch_list_get_item(list_, taken_++, &item) != AOTI_TORCH_SUCCESS) continue;
+      aoti_torch_delete_tensor_object(torch::stable::detail::to<AtenTensorHandle>(item));
+    }
+    torch_delete_list(list_);
+  }
+
+  size_t size() const { return size_; }
+
+  // The next entry.
+  TensorView take() {
+    StableIValue item;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list_, taken_, &item));
+    ++taken_;
+    return TensorView(torch::stable::detail::to<AtenTensorHandle>(item));
+  }
+
+ private:
+  StableListHandle list_;
+  size_t size_ = 0, taken_ = 0;
 };
 
 // Marks the rows whose gradient is alone in its storage, and returns how many are not. `storages` has their sizes.
@@ -91,8 +110,8 @@ bool fits(const Row& row, int64_t column, const TensorView& t) {
   return t.dtype() == stored_type(row, column) && t.numel() == numel && t.layout() == (by_group ? 0 : row.layout);
 }
 
-// A list of tensors as it crosses the boundary, beside the rows of a table. Operators on it run over every parameter
-// and gradient of every step, so none makes a torch::stable::Tensor of the entries.
+// A list of tensors as it crosses the boundary, beside the rows of a table, in their order. Operators on it run over
+// every parameter and gradient of every step, so none makes a torch::stable::Tensor of the entries.
 struct Column {
   Column(const char* op, StableIValue* stack)
       : table(torch::stable::detail::to<Tensor>(stack[0])),
@@ -105,17 +124,11 @@ struct Column {
     rows = data<Row>(table);
   }
 
-  TensorView operator[](size_t i) const {
-    StableIValue item;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(tensors.list, i, &item));
-    return TensorView(torch::stable::detail::to<AtenTensorHandle>(item));
-  }
-
   int64_t& address(size_t i) const { return reinterpret_cast<int64_t*>(&rows[i])[column]; }
 
   const Tensor table;
   const int64_t column;
-  const ListOwner tensors;
+  TakenList tensors;
   const size_t size;
   Row* rows;
 };
@@ -123,11 +136,11 @@ struct Column {
 // Writes the addresses of tensors into a column. Returns how many of them do not fit their row (the caller then finds
 // out which and says so), and how many gradients share memory.
 void boxed_table_bind(StableIValue* stack, uint64_t, uint64_t) {
-  const Column in("sassha_table_bind", stack);
+  Column in("sassha_table_bind", stack);
   std::vector<int64_t> storages(in.column == kGrad ? in.size : 0);
   int64_t misfits = 0;
   for (size_t i = 0; i < in.size; ++i) {
-    const TensorView t = in[i];
+    const TensorView t = in.tensors.take();
     Row& row = in.rows[i];
     if (in.column == kParam) {
       row.dtype = t.dtype();
@@ -148,25 +161,26 @@ void boxed_table_bind(StableIValue* stack, uint64_t, uint64_t) {
 
 // Whether a column holds these very tensors, in the form in which they were bound.
 void boxed_table_holds(StableIValue* stack, uint64_t, uint64_t) {
-  const Column in("sassha_table_holds", stack);
+  Column in("sassha_table_holds", stack);
   bool all = true;
   for (size_t i = 0; all && i < in.size; ++i) {
-    const TensorView t = in[i];
+    const TensorView t = in.tensors.take();
     all = t.address() == in.address(i) && fits(in.rows[i], in.column, t) &&
           t.is_backed(t.storage_size(), stored_size(in.rows[i], in.column));
   }
   stack[0] = torch::stable::detail::from(all);
 }
 
-// What the dispatcher calls where a tensor has torch's negative bit: its memory holds the opposite of its values, so it
-// fits no row. Without these it would hand over copies, which are gone when the call returns.
-void boxed_table_bind_negative(StableIValue* stack, uint64_t, uint64_t) {
+// What the dispatcher calls where a tensor's memory does not hold its values: with torch's negative bit it holds the
+// opposite, and a zero tensor has none. They fit no row. Without these the dispatcher would hand over copies, which are
+// gone when the call returns.
+void boxed_table_bind_elsewhere(StableIValue* stack, uint64_t, uint64_t) {
   const Column in("sassha_table_bind", stack);
   stack[0] = torch::stable::detail::from(static_cast<int64_t>(in.size));
   stack[1] = torch::stable::detail::from(int64_t{0});
 }
 
-void boxed_table_holds_negative(StableIValue* stack, uint64_t, uint64_t) {
+void boxed_table_holds_elsewhere(StableIValue* stack, uint64_t, uint64_t) {
   const Column in("sassha_table_holds", stack);
   stack[0] = torch::stable::detail::from(false);
 }
@@ -194,15 +208,18 @@ void register_bind(torch::stable::detail::StableLibrary& m) {
   m.impl("table_holds", &sassha::boxed_table_holds);
 }
 
+void register_elsewhere(torch::stable::detail::StableLibrary& m) {
+  m.impl("table_bind", &sassha::boxed_table_bind_elsewhere);
+  m.impl("table_holds", &sassha::boxed_table_holds_elsewhere);
+}
+
 }  // namespace
 
 // The table lies in host memory and the tensors anywhere.
 SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, CPU, m) { register_bind(m); }
 SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, CUDA, m) { register_bind(m); }
-SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, Negative, m) {
-  m.impl("table_bind", &sassha::boxed_table_bind_negative);
-  m.impl("table_holds", &sassha::boxed_table_holds_negative);
-}
+SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, Negative, m) { register_elsewhere(m); }
+SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, ZeroTensor, m) { register_elsewhere(m); }
 SASSHA_LIBRARY_IMPL(SASSHA_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("table_chunks", TORCH_BOX(&sassha::op_table_chunks));
 }

@@ -41,6 +41,7 @@ class GSASSHA(SASSHA):
         for group in self.param_groups:
             group.setdefault("alpha", alpha)
             check_group(group, ["alpha"], caller=type(self).__name__)
+        self._parts.checked.expect(self.defaults)
 
 
 class AdaHessian(FusedOptimizer):

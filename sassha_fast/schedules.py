@@ -103,7 +103,9 @@ class ProportionalToLR:
 
 def check_schedule(name: str, schedule: object, *, caller: str = "SASSHA") -> None:
     """Raises TypeError unless ``schedule`` is None, a function of the step number or an object with ``step()``."""
-    if schedule is None or (not isinstance(schedule, (bool, int, float)) and _kind(schedule) is not None):
+    if schedule is None or (
+        not isinstance(schedule, (bool, int, float)) and (is_stepping(schedule) or callable(schedule))
+    ):
         return
     raise TypeError(
         f"{caller}: {name} is {schedule!r}, expected None, a function of the step number (sassha_fast.schedules) or an "
@@ -113,11 +115,10 @@ def check_schedule(name: str, schedule: object, *, caller: str = "SASSHA") -> No
 
 
 def next_value(schedule: Schedule | Stepping, t: int) -> float:
-    """The value of a schedule at step ``t``; an object with ``step()`` counts for itself."""
-    return float(schedule(t) if _kind(schedule) == "function" else schedule.step())  # type: ignore[operator, union-attr]
+    """The value of a schedule at step ``t``, as it gives it; an object with ``step()`` counts for itself."""
+    return schedule.step() if is_stepping(schedule) else schedule(t)  # type: ignore[operator, union-attr]
 
 
-def _kind(schedule: object) -> str | None:
-    if callable(getattr(schedule, "step", None)):
-        return "stepping"
-    return "function" if callable(schedule) else None
+def is_stepping(schedule: object) -> bool:
+    """Whether a schedule counts for itself, so that it can't be asked twice for one step."""
+    return callable(getattr(schedule, "step", None))

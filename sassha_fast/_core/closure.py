@@ -71,22 +71,48 @@ class Accumulated:
     Each runs forward and backward passes of its own part of the loss and leaves zeroing gradients to the optimizer.
     """
 
-    def __init__(self, closures: Sequence[Closure]) -> None:
-        """Takes the closures."""
-        self.closures = closures
+    def __init__(self, closures: Sequence[Closure], *, zero_nothing: bool = False) -> None:
+        """Takes the closures, and whether it is an error if one of them zeroes gradients."""
+        self.closures, self._zero_nothing = closures, zero_nothing
 
     def __call__(self, step: Step, around_last: AbstractContextManager[Any] = NOTHING) -> Tensor | float:
         """All micro-batches in one pass; gradients add up in ``p.grad``, and the last one completes them."""
         step.parts.params.clear_grads()
-        return self.passes(self.closures, around_last)
+        return self.passes(self.closures, step, around_last)
 
-    def passes(self, closures: Sequence[Closure], around_last: AbstractContextManager[Any]) -> Tensor | float:
+    def passes(
+        self, closures: Sequence[Closure], step: Step, around_last: AbstractContextManager[Any]
+    ) -> Tensor | float:
         """Runs these closures. Returns the sum of their losses."""
         total: Tensor | float = 0.0
         for number, closure in enumerate(closures, start=1):
-            with around_last if number == len(closures) else NOTHING:
+            with around_last if number == len(closures) else NOTHING, self._watching(step, number):
                 total = total + _detached(closure())
         return total
+
+    @contextmanager
+    def _watching(self, step: Step, number: int) -> Iterator[None]:
+        """Around a closure of a list, counted from 1: notices if it zeroes the gradients of those before it."""
+        if not self._zero_nothing or number == 1:
+            yield
+            return
+        params = step.parts.params
+        before = _a_gradient(params)
+        try:
+            step.accumulates = True
+            yield
+        finally:
+            step.accumulates = False
+        if before is None:
+            return
+        p, grad, _ = before
+        if p.grad is None or not (p.grad is grad() or p.grad.requires_grad):  # a graph makes a new tensor of a sum
+            warnings.warn(
+                f"{step.parts.options.caller}.step: closure {number} of the list has zeroed or replaced gradients, and "
+                "those of the closures before it are lost with that; leave zeroing out of closures that are passed as "
+                "a list",
+                stacklevel=2,
+            )
 
     def differentiate(self, step: Step) -> Tensor | float:
         """All micro-batches in one pass that also takes the products of the step."""
@@ -96,8 +122,8 @@ class Accumulated:
     def differentiated(self, closures: Sequence[Closure], step: Step, products: ProductSum) -> Tensor | float:
         """Runs these closures and adds their products to those that are there."""
         total: Tensor | float = 0.0
-        for closure in closures:
-            with products.adding():
+        for number, closure in enumerate(closures, start=1):
+            with products.adding(), self._watching(step, number):
                 total = total + _detached(closure())
         step.curvature = products.curvature
         return total
@@ -137,7 +163,8 @@ def as_closure(
     if callable(closure):
         return Checked(closure, f"{caller}.step: {name}")
     if isinstance(closure, Sequence) and closure and all(map(callable, closure)):
-        return Accumulated([Checked(part, f"{caller}.step: {name}[{i}]") for i, part in enumerate(closure)])
+        parts = [Checked(part, f"{caller}.step: {name}[{i}]") for i, part in enumerate(closure)]
+        return Accumulated(parts, zero_nothing=True)
     raise TypeError(
         f"{caller}.step: {name} is {_short(closure)}, expected a function without arguments that zeroes gradients, "
         "runs the forward pass and loss.backward(), and returns the loss; or a list of functions, one for each "

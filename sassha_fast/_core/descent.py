@@ -92,7 +92,10 @@ class _Update:
             self.given = self.given.take(plan.positions)
         n = len(self.states)
         refreshed = [False] * n if self.given is None else list(map(is_not, self.given.values, repeat(None)))
-        self.steps, bias2 = list(map(itemgetter(STEP), self.states)), list(map(itemgetter(BIAS2), self.states))
+        try:
+            self.steps, bias2 = list(map(itemgetter(STEP), self.states)), list(map(itemgetter(BIAS2), self.states))
+        except KeyError:
+            plan.refuse_missing(self.states, (STEP, BIAS2))
         if isinstance(curvature.scale, Tensor):
             used_here((curvature.scale,))  # of a call on another stream, maybe, and dropped after this one
         request = Request(curvature.scale, grad_scale, skip, options.bias_correction, options.lazy_hessian)

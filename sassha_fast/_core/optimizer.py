@@ -82,6 +82,7 @@ class FusedOptimizer(Optimizer, Joinable):
         self._assemble(options)
         Optimizer.__init__(self, params, defaults)
         self.parts.params.check_overlap(options.caller)
+        self._parts.checked.expect(self.defaults)
 
     def _assemble(self, options: Options) -> None:
         """Everything that is neither groups nor state, as it is before the first step."""
@@ -115,6 +116,7 @@ class FusedOptimizer(Optimizer, Joinable):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in ``torch.optim``; refuses bad hyperparameters and parameters that can't be trained."""
         name = self._parts.options.caller
+        self._refuse_in_closure("add_param_group")
         self._refuse_while_away("add_param_group", "the weights are perturbed")
         group = dict(param_group) if isinstance(param_group, dict) else {}
         if "params" not in group:
@@ -242,7 +244,7 @@ class FusedOptimizer(Optimizer, Joinable):
         Args:
             zero_grad: Drop these gradients afterwards. Their memory then holds x until :meth:`unperturb`, but for those
                 that somebody else holds, or views of their memory (``p.grad.detach()``, ``.view()``, ``.numpy()``). A
-                bare address, as of ``data_ptr()``, is not seen.
+                bare address (``data_ptr()``) or storage (``untyped_storage()``) is not seen.
         """
         self._refuse_in_closure("perturb_weights")
         step, options = self._current(), self._parts.options
@@ -502,6 +504,12 @@ class FusedOptimizer(Optimizer, Joinable):
             set_to_none: Drop the gradients instead.
         """
         step = self._current()
+        if step is not None and step.accumulates:
+            name = self._parts.options.caller
+            raise RuntimeError(
+                f"{name}.step: a closure of the list has called zero_grad(), and the gradients of those before it were "
+                "lost with that; leave zero_grad() out of closures that are passed as a list"
+            )
         if step is not None and step.randoms is not None and step.has_only_begun:
             step.randoms.note_zero_grad()
         elif step is not None and not step.driven and not step.is_away:
@@ -647,7 +655,10 @@ class FusedOptimizer(Optimizer, Joinable):
 
     @contextmanager
     def _state_as(self, entries: dict[Tensor, dict[str, Any]]) -> Iterator[None]:
-        """Other state within, for torch to save. No step could go on with it, so an interrupt does not leave it."""
+        """Other state within, for torch to save. No step could go on with it, so an interrupt does not leave it.
+
+        Nor does the call leave it to a step that it comes in the middle of, from a closure or a signal handler.
+        """
         kept = self.state
         try:
             try:
@@ -655,8 +666,10 @@ class FusedOptimizer(Optimizer, Joinable):
                 yield
             finally:
                 self.state = kept
-        except BaseException:  # maybe an interrupt in the line before
+                self._parts.params.follow(self.param_groups, kept)
+        except BaseException:  # maybe an interrupt in the lines before
             self.state = kept
+            self._parts.params.follow(self.param_groups, kept)
             raise
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -687,6 +700,7 @@ class FusedOptimizer(Optimizer, Joinable):
         State becomes what ``state_bits`` and ``master_weight_bits`` say, whatever it was, and is not cast to the dtype
         of the parameters. Nothing is changed if the checkpoint does not fit.
         """
+        self._refuse_in_closure("load_state_dict")
         self._refuse_while_away("load_state_dict", "the weights are perturbed")
         given = copy(state_dict)
         for adapt in self._optimizer_load_state_dict_pre_hooks.values():
@@ -726,6 +740,7 @@ class FusedOptimizer(Optimizer, Joinable):
         if options is not None:
             self._assemble(options)
         super().__setstate__(rest)
+        self._parts.checked.expect(self.defaults)
 
 
 class _Shadow(JoinHook):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import is_
 from typing import Any, NoReturn
@@ -245,11 +245,15 @@ class CheckedGroups:
         self._known: list[Any] = []
         self._is_settled = True  # whether none of them can change in place
 
+    def expect(self, names: Container[str]) -> None:
+        """Takes what every group has from the beginning, and may not lose."""
+        self._present = [name for name in self._names if name in names]
+
     def check(self, groups: Sequence[Mapping[str, Any]], *, capturable: bool) -> None:
         """Raises ValueError unless all hyperparameters of the groups are good."""
         names = [name for name in self._names if groups and name in groups[0]]
-        if len(names) < len(self._present):
-            names = self._present
+        if names != self._present:
+            names = [name for name in self._names if name in names or name in self._present]
         self._present = names
         try:
             values = [group[name] for group in groups for name in names]

@@ -78,6 +78,12 @@ class Parameters:
             self.elements = sum(p.numel() for p in self.all if not is_lazy(p))
             self.drop_plans()
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether there are as many groups and parameters as when :meth:`follow` looked last. It asks no parameter."""
+        sizes = [len(group["params"]) if "params" in group else -1 for group in self.groups]
+        return sizes == self._sizes or (not self._sizes and sum(sizes) == len(self.all))
+
     def drop_plans(self) -> None:
         """Forgets what is kept between steps."""
         self._plans.clear()

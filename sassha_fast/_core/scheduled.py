@@ -16,9 +16,16 @@ from .params import Parameters
 class ScheduledValues:
     """Values of one step. The groups get them when it is done, so that a step that fails counts for no schedule."""
 
-    def __init__(self, params: Parameters, options: Options) -> None:
-        """Has asked for none yet."""
-        self._params, self._options = params, options
+    def __init__(self, params: Parameters, options: Options, asked: dict[str, tuple[Any, int, float]]) -> None:
+        """Has asked for none yet.
+
+        Args:
+            params: The parameters, with their groups.
+            options: Of the optimizer, the schedules among them.
+            asked: By hyperparameter, the schedule that was asked last, for which step, and its answer. An object that
+                counts for itself is not asked again for a step that was undone.
+        """
+        self._params, self._options, self._asked = params, options, asked
         self._radii: Sequence[float | Tensor] | None = None
         self._next: dict[str, Any] = {}  # for the groups
 
@@ -47,8 +54,12 @@ class ScheduledValues:
     def _value(self, key: str, counter: str, schedule: schedules.Schedule | schedules.Stepping) -> float:
         """The next value of a schedule."""
         count = self._params.groups[0][counter]
-        value = schedules.next_value(schedule, count)
-        check_number(key, value, caller=self._options.caller)
+        last, number, value = self._asked.get(key, (None, 0, 0.0))
+        if last is not schedule or number != count or not schedules.is_stepping(schedule):
+            given = schedules.next_value(schedule, count)
+            check_number(key, given, caller=self._options.caller)
+            value = float(given)
+            self._asked[key] = schedule, count, value
         self._next |= {key: value, counter: count + 1}
         return value
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -136,6 +136,7 @@ class Parts:
     has_warned: bool = False  # of a step without its ascent
     has_looked: bool = False  # for what a first closure shows: a model that is not attached
     later_passes: LaterPasses | None = None  # listens on behalf of the last step that was collected
+    asked_schedules: dict[str, tuple[Any, int, float]] = field(default_factory=dict)  # what they answered last
     given_up_by: str | None = None  # the call that made an optimizer forget a step whose gradients were complete
 
     def check_groups(self) -> None:
@@ -205,6 +206,7 @@ class Step:
         schedules: What schedules have for it.
         randoms: Random numbers of its passes, in hand-written loops that replay them.
         wants_graph: Whether the pass at hand may be the one that is differentiated again.
+        accumulates: Whether a closure of a list runs that is not the first of them.
         is_broken: Whether an exception has left it, which another one may keep from being rolled back.
         is_undone: Whether an exception has ended it before its update.
         is_shadow: Whether this process has no data, and takes part in the steps of the others alone.
@@ -230,9 +232,10 @@ class Step:
         self.early: EarlyReduction | None = None
         self.curvature: Curvature | None = None
         self.pending: Pending | None = None
-        self.schedules = ScheduledValues(params, options)
+        self.schedules = ScheduledValues(params, options, parts.asked_schedules)
         self.randoms: ReplayedPasses | None = None
         self.wants_graph = True
+        self.accumulates = False
         self.is_shadow = False
         self.is_captured = False
         self._edition = params.edition  # of the parameters that positions are those of
@@ -357,6 +360,7 @@ class Step:
     def climb(self, *, zero_grad: bool, caller: str = "perturb_weights") -> None:
         """Moves the weights to x + ε, from the gradients of the first pass."""
         params, options = self.parts.params, self.parts.options
+        self._check_groups()
         self._check_capture(caller)
         if options.perturb_sync and self._grads_are_local():
             self.parts.reducer.reduce(params.all, None, mean=options.grad_reduce == "mean", early=self._take_early())
@@ -489,8 +493,7 @@ class Step:
         assert curvature is not None
         self._check_capture("step")
         self._check_positions("step")
-        if self.driven:
-            self.parts.check_groups()  # again: closures may write into them too
+        self._check_groups()
         plan, grads = gathered or params.gather(self.parts.options, again=self.climbed)
         if plan is None:  # nothing to descend along
             if self.driven and not (self.parallel or self.is_shadow):
@@ -565,10 +568,23 @@ class Step:
                 "loses that; move the line that changes weights to after step(). The weights are x again"
             )
 
+    def _check_groups(self) -> None:
+        """Looks at the groups again where a closure may have written into them."""
+        if not self.driven:
+            return
+        if not self.parts.params.is_followed:
+            raise RuntimeError(
+                f"{self.parts.options.caller}.step: a closure has added groups or parameters to param_groups, or taken "
+                "some out; change param_groups between steps"
+            )
+        self.parts.check_groups()
+
     def _check_positions(self, caller: str) -> None:
         """Raises if what was taken belongs to other parameters than those that stand there now."""
         taken = self.curvature is not None and self.curvature.products is not None
-        if self._edition == self.parts.params.edition or not (taken or self.firsts or self.refresh.probes):
+        if not (taken or self.firsts or self.refresh.probes):
+            return
+        if self._edition == self.parts.params.edition and self.parts.params.is_followed:
             return
         what = "products of this refresh" if taken or self.refresh.probes else "gradients of the first pass"
         raise RuntimeError(

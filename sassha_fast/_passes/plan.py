@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -180,7 +180,10 @@ class Plan:
                 mantissa that the correction follows on.
         """
         self._begin_call()
-        tensors = [list(map(itemgetter(key), states)) for key in keys]
+        try:
+            tensors = [list(map(itemgetter(key), states)) for key in keys]
+        except KeyError:
+            self.refuse_missing(states, keys)
         compact = self._no_columns
         if self.is_compact:
             compact = self._compact_columns(states, compact_keys)
@@ -197,6 +200,15 @@ class Plan:
             passes.bind_state(*(self._split_tensors(column, positions) for column in tensors[: len(keys)]))
             passes.bind_compact(*(None if column is None else self._local(column) for column in columns))
         self.states, self._state_places, self._state_tensors = states, places, tensors
+
+    def refuse_missing(self, states: list[dict[str, Any]], keys: Sequence[str]) -> NoReturn:
+        """Raises for state from which somebody has taken an entry out."""
+        rows = zip(self.names, states, strict=True)
+        name, key = next((name, key) for name, state in rows for key in keys if key not in state)
+        raise RuntimeError(
+            f"{self.caller}: the state of {name} has no {key!r}, which was taken out; put it back, or delete all of "
+            "opt.state[p] to begin anew"
+        )
 
     def _compact_columns(
         self, states: list[dict[str, Any]], keys: Sequence[str]
@@ -351,6 +363,9 @@ class Plan:
                 continue
             for i, backup in zip(positions, passes.backups, strict=True):
                 here = local(self.params[i].data)
+                if here.shape != backup.shape and not self.sharded:
+                    self.params[i].data = backup.detach().clone().to(here.device, here.dtype)  # x has its own shape
+                    continue
                 give_memory(here)
                 here.copy_(backup)
             passes.forget_backups()

@@ -43,8 +43,8 @@ def sign_rows(outs: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
 
 
 def _has_order_of(tensor: Tensor, weight: Tensor) -> bool:
-    """Whether the memory of a tensor holds its values in the order of a weight's."""
-    return tensor.stride() == weight.stride() and not tensor.is_neg()
+    """Whether the memory of a tensor holds its values, and in the order of a weight's."""
+    return tensor.stride() == weight.stride() and not (tensor.is_neg() or tensor._is_zerotensor())
 
 
 class TablePasses(Passes, ABC):
@@ -311,7 +311,7 @@ class TablePasses(Passes, ABC):
     def end_step(self) -> None:
         if self._keep:  # of a refresh
             self.columns[layout.PRODUCT].zero_()
-        self.grads, self._keep = [], []
+        self.grads, self._keep, self._refitted = [], [], []
 
     def scalar_table(self, scalars: Scalars) -> Tensor:
         """The scalars as one float64 tensor where the kernels read it, a row per cohort."""

@@ -137,8 +137,8 @@ class TritonPasses(TablePasses):
             expected = stored.dtypes(weight.dtype)[column == layout.HESSIAN]
         elif column == layout.CORRECTION:
             expected = stored.correction_dtype
-        fits = tensor.dtype == expected and _same_order(tensor, weight) and not tensor.is_neg()
-        return fits and not lacks_memory(tensor)
+        fits = tensor.dtype == expected and _same_order(tensor, weight)
+        return fits and not (lacks_memory(tensor) or tensor.is_neg() or tensor._is_zerotensor())
 
     def _mark_owned(self, grads: Sequence[Tensor]) -> int:
         """Marks the rows whose gradient is alone in its storage, and returns how many are not."""

@@ -86,7 +86,7 @@ class Replayed(Accumulated):
         if grads is None:
             return super().__call__(step, around_last)
         step.parts.params.set_grads(grads)
-        return self._known + self.passes(self._left, around_last)
+        return self._known + self.passes(self._left, step, around_last)
 
     @override
     def differentiate(self, step: Step) -> Tensor | float:
