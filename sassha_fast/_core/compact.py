@@ -150,9 +150,12 @@ def saved_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_tensors(saved: dict[str, Any]) -> dict[str, Any]:
     """Numbers as tensors of one dimension: torch's full_state_dict fails on others that only one side has."""
-    if isinstance(saved.get(CORRECTION_OF), int):
+    bits = saved.get(CORRECTION_OF)
+    if (
+        isinstance(bits, int) and bits.bit_length() < 64
+    ):  # a damaged one may be beyond all tensors, and is refused later
         device = next(value.device for value in saved.values() if isinstance(value, Tensor))
-        saved[CORRECTION_OF] = torch.tensor([saved[CORRECTION_OF]], device=device)
+        saved[CORRECTION_OF] = torch.tensor([bits], device=device)
     return saved
 
 

@@ -508,6 +508,10 @@ def damage(key, change):
             r"'weight_correction_mantissa' of .* is tensor\(\[8\]\), expected 7, of bfloat16, or 10, of",
         ),
         (
+            damage("weight_correction_mantissa", lambda n: 10**20),
+            r"'weight_correction_mantissa' of .* is 1000.*, expected 7, of bfloat16, or 10, of",
+        ),
+        (
             damage("codes_order", lambda t: t * 0),
             r"'codes_order' of .* expected a tensor of its 2 dim",
         ),
