@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from itertools import chain, takewhile
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._core.closure import Accumulated, is_loss
 from ._measure.log_file import COLUMNS, HEADER, columns, complete_lines, parsed, read_log
-from .checks import check_count
+from .checks import check_count, shown
 from .stats import Stats
 
 if TYPE_CHECKING:
@@ -82,10 +84,9 @@ class StatsLog:
 
     def note(self, *, loss: Tensor | float) -> None:
         """Tells the loss of the coming step, without waiting for the device. It goes before that of a closure."""
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ValueError(
-                f"StatsLog.note: loss is a tensor of shape {tuple(loss.shape)}, expected one number; pass loss.mean()"
-            )
+        if not is_loss(loss):
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else shown(loss)
+            raise ValueError(f"StatsLog.note: loss is {found}, expected one real number; pass loss.mean()")
         self._noted = _kept(loss)
 
     def flush(self) -> None:
@@ -146,15 +147,14 @@ class StatsLog:
         return None
 
     def _watched(self, closure: Any, key: int = 0) -> Any:
-        if isinstance(closure, list | tuple):  # micro-batches, whose losses add up
+        if isinstance(closure, Sequence) and not isinstance(closure, str):  # micro-batches, whose losses add up
             return [self._watched(part, i) for i, part in enumerate(closure)]
-        if not callable(closure):
+        if not callable(closure) or isinstance(closure, Accumulated):  # of a trainer, which logs losses itself
             return closure
 
         def watched() -> Any:
             loss = closure()
-            is_number = loss.numel() == 1 if isinstance(loss, Tensor) else isinstance(loss, float | int)
-            if key not in self._losses and is_number:  # of the first pass, at the weights themselves
+            if key not in self._losses and is_loss(loss):  # of the first pass, at the weights themselves
                 self._losses[key] = _kept(loss)
             return loss
 

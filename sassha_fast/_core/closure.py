@@ -30,7 +30,7 @@ from .contexts import (
     within,
 )
 from .curvature import Curvature
-from .guards import warn_of_lightning, watched_statistics
+from .guards import LostSums, warn_of_lightning, watched_statistics
 from .params import Parameters
 from .step import Step
 
@@ -96,23 +96,17 @@ class Accumulated:
         if not self._zero_nothing or number == 1:
             yield
             return
-        params = step.parts.params
-        before = _a_gradient(params)
+        watch = None if step.parts.has_watched_list else LostSums(step.parts.params)
         try:
             step.accumulates = True
             yield
         finally:
             step.accumulates = False
-        if before is None:
-            return
-        p, grad, _ = before
-        if p.grad is None or not (p.grad is grad() or p.grad.requires_grad):  # a graph makes a new tensor of a sum
-            warnings.warn(
-                f"{step.parts.options.caller}.step: closure {number} of the list has zeroed or replaced gradients, and "
-                "those of the closures before it are lost with that; leave zeroing out of closures that are passed as "
-                "a list",
-                stacklevel=2,
-            )
+            if watch is not None:
+                watch.stop()
+        if watch is not None and watch.sums:
+            step.parts.has_watched_list = True
+            watch.warn(step, number)
 
     def differentiate(self, step: Step) -> Tensor | float:
         """All micro-batches in one pass that also takes the products of the step."""
@@ -143,7 +137,7 @@ class Checked:
     def __call__(self) -> Tensor | float:
         """Calls it."""
         loss = self.function()
-        if _is_number(loss):
+        if is_loss(loss):
             return loss
         found = _short(loss)
         if isinstance(loss, Tensor) and loss.numel() != 1:
@@ -172,7 +166,7 @@ def as_closure(
     )
 
 
-def _is_number(loss: Any) -> bool:
+def is_loss(loss: Any) -> bool:
     """Whether it is one real number. Its value is left alone, as it may be on a device; comparisons are no losses."""
     if isinstance(loss, Tensor):
         return loss.numel() == 1 and loss.dtype != torch.bool and not loss.is_complex()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .step import Step
+from .._passes.shards import local
+from .._passes.upload import is_capturing
+from .params import Parameters
+from .step import Step, some_of
 
 LIGHTNING = ("lightning", "pytorch_lightning")
 
@@ -45,6 +49,60 @@ class SyncedGraph:
                 "with 'a leaf Variable that requires grad is being used in an in-place operation'; run forward and "
                 f"backward pass within `with ddp_model.no_sync():`, and {self.caller} reduces gradients and products "
                 "itself, or use opt.step(closure)"
+            )
+
+
+# ---- closures of a list ------------------------------------------------------------------------------------------
+
+
+class LostSums:
+    """Notices a closure that gives up the gradients of those before it, by one element of every parameter.
+
+    Whether a gradient was zeroed and then added to can't be seen from what it is. So hooks tell what came, and the
+    element of largest magnitude whether it came in place of what was there. Asked once in a training, as it reads them.
+
+    Attributes:
+        sums: Parameters that had a gradient other than 0, with the place of that element and its value.
+    """
+
+    def __init__(self, params: Parameters) -> None:
+        """Looks at the gradients before the closure."""
+        self.sums: list[tuple[int, Tensor, int, float]] = []
+        self._came: dict[int, float] = {}  # by position
+        self._hooks: list[Any] = []
+        for i, p in enumerate(params.all):
+            if p.grad is None or not p.requires_grad or p.grad.layout is not torch.strided or is_capturing(p.device):
+                continue
+            grad = local(p.grad.detach()).flatten()
+            place = int(grad.abs().argmax()) if grad.numel() else 0
+            value = float(grad[place]) if grad.numel() else 0.0
+            if value and math.isfinite(value):
+                self.sums.append((i, p, place, value))
+                self._hooks.append(p.register_hook(partial(self._add, i, place)))  # type: ignore[no-untyped-call]
+
+    def _add(self, i: int, place: int, grad: Tensor) -> None:
+        self._came[i] = self._came.get(i, 0.0) + float(local(grad.detach()).flatten()[place])
+
+    def stop(self) -> None:
+        """Leaves nothing at the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def warn(self, step: Step, number: int) -> None:
+        """Warns if any gradient is only what came in the closure of this number."""
+        lost = []
+        for i, p, place, before in self.sums:
+            now = 0.0 if p.grad is None else float(local(p.grad.detach()).flatten()[place])
+            if abs(now - self._came.get(i, 0.0)) < 1e-3 * abs(before):
+                lost.append(step.parts.params.names()[i])
+        found = some_of(lost)
+        if found is not None:
+            warnings.warn(
+                f"{step.parts.options.caller}.step: closure {number} of the list has zeroed or replaced the gradient "
+                f"of {found}, and what the closures before it gave is lost with that; leave zeroing out of closures "
+                "that are passed as a list",
+                stacklevel=2,
             )
 
 

@@ -443,7 +443,9 @@ class FusedOptimizer(Optimizer, Joinable):
         other = None if hessian_closure is None else as_closure(hessian_closure, caller=name, name="hessian_closure")
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
         Join.notify_join_context(self)
-        step = self._step = Step(self.parts, driven=True)
+        parts = self.parts
+        parts.reducer.begin_step(parts.params.all, parts.options.reduce_grads, joins=self._join_config.enable)
+        step = self._step = Step(parts, driven=True)
         self._parts.given_up_by = None
         unscale = None if enabled is None else Unscaling(enabled, self, self._parts.params, name)
         try:

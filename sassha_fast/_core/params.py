@@ -112,9 +112,9 @@ class Parameters:
 
     @staticmethod
     def resolve_grads(plan: Plan) -> list[Tensor]:
-        """Gives parameters gradients without torch's negative bit, which is that of an imaginary part, say."""
+        """Gives parameters gradients whose memory holds their values; see :func:`resolved`."""
         for p in plan.params:
-            if p.grad is not None and p.grad.is_neg():
+            if p.grad is not None and p.grad.layout is torch.strided:
                 p.grad = resolved(p.grad)
         return [p.grad for p in plan.params if p.grad is not None]
 

@@ -134,6 +134,7 @@ class Parts:
     stats: Stats
     checked: CheckedGroups
     has_warned: bool = False  # of a step without its ascent
+    has_watched_list: bool = False  # for gradients that closures of a list lose
     has_looked: bool = False  # for what a first closure shows: a model that is not attached
     later_passes: LaterPasses | None = None  # listens on behalf of the last step that was collected
     asked_schedules: dict[str, tuple[Any, int, float]] = field(default_factory=dict)  # what they answered last
@@ -509,6 +510,7 @@ class Step:
                 grads = params.detach_grads()
             plan.bind_grads(grads)
             self.parts.descent.update(self, plan, curvature, amp)
+            plan.end_step()  # also where nothing took the gradients, as of a step that was skipped
             if self._stats_before is not None:
                 stats, written = self.parts.stats, self.parts.stats.tensors()
                 stats.end_capture(self._stats_before)

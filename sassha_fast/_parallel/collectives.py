@@ -65,6 +65,7 @@ class _Bucket:
         flat: The message, once it is under way.
         work: Its transfer.
         stale: Whether a gradient grew after it was copied, as where a pass runs several backward passes.
+        sent: The gradients that were copied, with their versions: a closure may change them after its backward pass.
     """
 
     params: list[Tensor]
@@ -72,6 +73,19 @@ class _Bucket:
     flat: Tensor | None = None
     work: Any = None
     stale: bool = False
+    sent: list[tuple[Tensor, int] | None] = field(default_factory=list)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether any gradient is not what was copied: clipped in place, say, or another tensor."""
+        for p, sent in zip(self.params, self.sent, strict=True):
+            grad = p.grad
+            if grad is None or sent is None:
+                if grad is not None or sent is not None:
+                    return True
+            elif grad.data_ptr() != sent[0].data_ptr() or grad._version != sent[1]:  # a detached one has both
+                return True
+        return False
 
 
 class EarlyReduction:
@@ -117,6 +131,7 @@ class EarlyReduction:
     @torch.no_grad()
     def _launch(self) -> None:
         bucket = self.buckets[self.launched]
+        bucket.sent = [None if p.grad is None else (p.grad, p.grad._version) for p in bucket.params]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in bucket.params]
         bucket.flat = torch.cat([g.reshape(-1) for g in grads])
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
@@ -130,7 +145,7 @@ class EarlyReduction:
     @property
     def stale(self) -> list[bool]:
         """Of every bucket, whether its message is out of date in this process."""
-        return [bucket.stale for bucket in self.buckets]
+        return [bucket.stale or bucket.is_changed for bucket in self.buckets]
 
     @torch.no_grad()
     def finish(self, stale: Sequence[bool], *, mean: bool) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._passes.accessors import resolved
 from .._passes.shards import is_sharded, local
+from ..checks import user_level
 from .collectives import EarlyReduction, all_reduce_together
 
 
@@ -36,6 +38,7 @@ class Reducer:
         self.caller = caller
         self.model: nn.Module | None = None
         self.reduced: list[Tensor] | None = None
+        self._has_looked = False  # for parameters of other optimizers
         self._found_local: bool | None = None  # whether gradients turned out to be local, where nobody said so
         self._synced_pass = False  # whether DDP reduced the gradients of its last pass
 
@@ -60,6 +63,37 @@ class Reducer:
             return False
         return is_parallel(self.group) and not any(map(is_sharded, params))
 
+    def begin_step(self, params: Sequence[Tensor], reduce_grads: bool | None, *, joins: bool) -> None:
+        """Before the passes of a closure, which run without DDP's reduction.
+
+        Buffers come from DDP's first process at the first forward pass, as in its own training; it leaves them alone
+        after passes that it did not reduce. Within ``Join`` they can't, as processes without data run no pass.
+        """
+        model = self.model
+        if not isinstance(model, DistributedDataParallel) or reduce_grads is False:
+            return
+        if joins and model._join_config.enable:
+            raise RuntimeError(
+                f"{self.caller}.step: Join was given the DDP model beside the optimizer, and both would answer for a "
+                "process without data; use Join([opt]) alone, which reduces gradients itself"
+            )
+        model.require_forward_param_sync = not joins
+        if not self._has_looked and is_parallel(self.group):
+            self._warn_of_others(model, params)
+        self._has_looked = True
+
+    def _warn_of_others(self, model: DistributedDataParallel, params: Sequence[Tensor]) -> None:
+        """Warns of parameters that nobody may reduce: those of another optimizer."""
+        mine = set(map(id, params))
+        others = [name for name, p in model.module.named_parameters() if p.requires_grad and id(p) not in mine]
+        if others:
+            warnings.warn(
+                f"{self.caller}.step: {len(others)} parameters of the attached model, {others[0]} among them, belong "
+                f"to another optimizer, and {self.caller} reduces the gradients of its own alone: train them by an "
+                "optimizer of sassha_fast with a closure of its own, or reduce their gradients before its step",
+                stacklevel=user_level(),
+            )
+
     def reshard(self) -> None:
         """Lets FSDP2 modules that were left unsharded forget their copies of weights that have moved since."""
         fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -71,6 +105,11 @@ class Reducer:
     def unsynced(self, params: Sequence[Tensor], reduce_grads: bool | None) -> AbstractContextManager[Any]:
         """For the passes of a closure: DDP leaves gradients alone."""
         if isinstance(self.model, DistributedDataParallel) and reduce_grads is not False:
+            if self.model.static_graph:
+                raise RuntimeError(
+                    f"{self.caller}.step: the attached DDP model has static_graph=True, and its reducer can't leave "
+                    "the passes of a closure alone; construct DistributedDataParallel without static_graph"
+                )
             return self.model.no_sync()  # of one process too: its reducer can't handle a graph either
         if reduce_grads is None and self.is_needed(params, reduce_grads):
             raise RuntimeError(

@@ -41,10 +41,12 @@ uses: Callable[[Tensor], int] = getattr(torch._C.TensorBase, "_use_count", lambd
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """A tensor whose memory holds its values, and not their opposites under torch's negative bit.
+    """A tensor whose memory holds its values: not their opposites under torch's negative bit, nor nothing, as of zeros.
 
     Kernels read memory, and torch hands an operator a copy instead that is gone when it returns.
     """
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if not tensor.is_neg():
         return tensor
     with torch.set_grad_enabled(tensor.requires_grad):  # a refresh differentiates it

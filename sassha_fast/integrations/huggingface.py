@@ -9,11 +9,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from .._core.optimizer import FusedOptimizer
 from ..msassha import MSASSHA
-from .replay import Replay, TrueWeights, numbers
+from .replay import Batch, Replay, TrueWeights, numbers
 from .shares import check_use, checked_share, first_rows, least_rows, taken_share
 
 __all__ = ["SasshaMixin", "SasshaTrainer"]
@@ -76,9 +76,10 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """See ``transformers.Trainer.training_step``; remembers how to do it again."""
         replay = self._connected(model)
-        whole = partial(super().training_step, model)
+        whole, batch = partial(super().training_step, model), Batch(inputs, type(self).__name__)
 
         def run(share: float) -> Any:
+            inputs = batch.again()
             if share == 1.0:
                 return whole(inputs, *args, **kwargs)
             name, least = type(self).__name__, least_rows(model)
@@ -132,6 +133,7 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
         check_use(opt, self.ascent_share, self.hessian_share, caller=type(self).__name__)
         replay = self._replay = Replay(opt, self.ascent_share, self.hessian_share)
         self._handles = [opt.register_step_pre_hook(self._before_step)]
+        self._listen(_First(replay))
         if isinstance(opt, MSASSHA):  # before attach(), whose hook warns of perturbed weights
             self._handles += TrueWeights(opt, self.model).handles
         if opt.model is None:
@@ -157,6 +159,11 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
                 "transformers 5.22 or later"
             )
 
+    def _listen(self, *first: TrainerCallback) -> None:
+        """Puts a callback of ours in place of the one that is there."""
+        others = [callback for callback in self.callback_handler.callbacks if not isinstance(callback, _First)]
+        self.callback_handler.callbacks[:] = [*first, *others]
+
     def _disconnect(self) -> None:
         replay, self._replay = self._replay, None
         if replay is None:
@@ -165,15 +172,29 @@ class SasshaMixin(_Trainer):  # type: ignore[misc]
             replay.opt.eval()
         for handle in self._handles:
             handle.remove()
+        self._listen()
 
     def _before_step(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gives the trainer's ``step()`` the passes that it does not know of."""
         replay = self._replay
         if replay is None or not replay.parts:
             return None
+        replay.parts[-1].check_grads(type(self).__name__, "on_pre_optimizer_step")
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
         closures, others = replay.closures()
         return (args[0], closures), {**rest, **others}
+
+
+class _First(TrainerCallback):  # type: ignore[misc]
+    """Comes before all other callbacks: those that change gradients then would change them to no effect."""
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Takes down the gradients."""
+        if self.replay.parts:
+            self.replay.parts[-1].note_grads()
 
 
 class SasshaTrainer(SasshaMixin, Trainer):  # type: ignore[misc]

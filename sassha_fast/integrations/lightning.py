@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial, wraps
@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from .._core.optimizer import FusedOptimizer
 from ..msassha import MSASSHA
-from .replay import Replay, TrueWeights, numbers
+from .replay import Batch, MicroBatch, Replay, TrueWeights, numbers
 from .shares import check_use, checked_share, first_rows, least_rows
 
 __all__ = ["SasshaCallback"]
@@ -60,6 +60,8 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         self._handles: list[Any] = []
         self._forward, self._backward = ExitStack(), ExitStack()  # contexts of Lightning's own passes
         self._clip: float | None = None
+        self._note: Callable[..., None] | None = None  # called when Lightning runs a training step
+        self._last: MicroBatch | None = None  # of the step at hand
         self._module: LightningModule | None = None  # that is being fitted
         self._averaged = False  # whether another callback takes averages of M-SASSHA's weights after a batch
         self._logged = 0
@@ -68,6 +70,8 @@ class SasshaCallback(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Connects the optimizers; refuses what can't work with several gradients in a step."""
+        if sum(isinstance(other, SasshaCallback) for other in trainer.callbacks) > 1:
+            raise ValueError("SasshaCallback: it is in callbacks twice, and both would run all passes; leave one")
         self._opts = [opt for opt in trainer.optimizers if isinstance(opt, FusedOptimizer)]
         if not self._opts:
             names = ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
@@ -113,6 +117,7 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         if self._clip is not None:
             trainer.gradient_clip_val, self._clip = self._clip, None
         self._handles, self._opts, self._replay, self._module = [], [], None, None
+        self._note = self._last = None
 
     def _take_over_clipping(self, trainer: Trainer, opt: FusedOptimizer) -> None:
         """Lightning would clip every pass: differences of clipped gradients are no products."""
@@ -147,10 +152,17 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         with_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
         given = (batch, batch_idx) if with_index else (batch,)
         opt, parts = self._replay.opt, trainer.accumulate_grad_batches
+        kept: list[Batch] = []
+
+        def note(*args: Any) -> None:
+            """When Lightning runs the step: hooks of the module may draw numbers and change the batch before."""
+            if not kept:
+                kept.append(Batch(args, "SasshaCallback"))
+                part.note_random()
 
         def again(share: float) -> Tensor | None:
             with _unheard(pl_module), _sharing(pl_module, share):
-                output = trainer.strategy.training_step(*given)
+                output = trainer.strategy.training_step(*(kept[0].again() if kept else given))
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 if loss is None:
                     return None
@@ -158,9 +170,10 @@ class SasshaCallback(Callback):  # type: ignore[misc]
                 trainer.strategy.backward(loss, opt)
             return loss.detach()  # type: ignore[no-any-return]
 
-        self._replay.begin(again)
+        part = self._replay.begin(again)
+        self._note = note
         self._forward.enter_context(self._replay.forward_context())
-        self._forward.enter_context(_sharing(pl_module, self._replay.first_share))
+        self._forward.enter_context(_sharing(pl_module, self._replay.first_share, note))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Lets the backward pass of a micro-batch that no step follows make what a refresh needs."""
@@ -178,10 +191,25 @@ class SasshaCallback(Callback):  # type: ignore[misc]
         if replay is None or not replay.parts or closure is None:
             return None
         self._forward.close()
-        replay.parts[-1].run_first(partial(_run_share, closure, self._module))
+        self._last = replay.parts[-1]
+        self._last.run_first(partial(self._run_first, closure))
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
         closures, others = replay.closures()
         return (args[0], closures, *args[2:]), {**rest, **others}
+
+    def _run_first(self, closure: Any, share: float) -> Any:
+        """Lightning's closure, on a share of its batch."""
+        assert self._module is not None
+        with _sharing(self._module, share, self._note):
+            loss = closure()
+        if self._last is not None:
+            self._last.check_grads("SasshaCallback", "on_before_optimizer_step")
+        return loss
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Takes down the gradients before hooks see them that might change them to no effect."""
+        if self._last is not None:
+            self._last.note_grads()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -270,9 +298,9 @@ def _unheard(pl_module: LightningModule) -> Iterator[None]:
 
 
 @contextmanager
-def _sharing(pl_module: LightningModule, share: float) -> Iterator[None]:
-    """Lets ``training_step`` of the module see a share of the batch that it is given."""
-    if share == 1.0:
+def _sharing(pl_module: LightningModule, share: float, note: Callable[..., None] | None = None) -> Iterator[None]:
+    """Lets ``training_step`` of the module see a share of the batch that it is given, and ``note`` all of it before."""
+    if share == 1.0 and note is None:
         yield
         return
     own = vars(pl_module).get("training_step")  # of a compiled module
@@ -280,7 +308,10 @@ def _sharing(pl_module: LightningModule, share: float) -> Iterator[None]:
 
     @wraps(whole)
     def training_step(batch: Any, *rest: Any) -> Any:
-        return whole(first_rows(batch, share, caller="SasshaCallback", least=least), *rest)
+        if note is not None:
+            note(batch, *rest)
+        part = batch if share == 1.0 else first_rows(batch, share, caller="SasshaCallback", least=least)
+        return whole(part, *rest)
 
     pl_module.training_step = training_step
     try:
@@ -290,12 +321,6 @@ def _sharing(pl_module: LightningModule, share: float) -> Iterator[None]:
             del pl_module.training_step
         else:
             pl_module.training_step = own
-
-
-def _run_share(closure: Any, pl_module: LightningModule, share: float) -> Any:
-    """Lightning's closure, on a share of its batch."""
-    with _sharing(pl_module, share):
-        return closure()
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

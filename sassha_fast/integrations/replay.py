@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from .._core.closure import NOTHING, Accumulated, ProductSum
@@ -39,6 +42,27 @@ class MicroBatch:
         self.first: RunShare | None = None  # how the framework runs it, if that is left to the optimizer
         self.loss: Tensor | float | None = None  # of the framework's run
         self.random = random_state(opt)
+        self.grads: list[tuple[Tensor, int] | None] = []  # that this run left, with their versions
+
+    def note_random(self) -> None:
+        """The framework's run begins right now, and not before, as hooks that draw random numbers came in between."""
+        self.random = random_state(self.opt)
+
+    def note_grads(self) -> None:
+        """Takes down the gradients that there are."""
+        found = (p.grad for p in self.opt.parts.params.all)
+        self.grads = [None if g is None else (g, g._version) for g in found]
+
+    def check_grads(self, caller: str, hook: str) -> None:
+        """Raises if somebody has changed gradients since they were taken down, and they are those of an ascent."""
+        pairs = list(zip(self.opt.parts.params.all, self.grads, strict=False))
+        self.grads = []
+        if climbs(self.opt) and any(_is_changed(p.grad, noted) for p, noted in pairs):
+            raise RuntimeError(
+                f"{caller}: {hook} changed gradients, which are those of the ascent of {type(self.opt).__name__} and "
+                "not those that it descends along; clip by max_grad_norm= of the optimizer, and leave changes of "
+                "gradients out of the hook"
+            )
 
     def run_first(self, run: RunShare) -> None:
         """Leaves the framework's run to the optimizer, whose step begins now."""
@@ -145,13 +169,12 @@ class Replay:
     @property
     def first_share(self) -> float:
         """The share of every micro-batch that the framework has to run."""
-        radii = [group["rho"] for group in self.opt.param_groups] if "rho" in self.opt.defaults else []
-        climbs = self.opt.rho_scheduler is not None or any(isinstance(r, Tensor) or r != 0.0 for r in radii)
-        return self._ascent_share if self._ascent_share is not None and climbs else 1.0
+        return self._ascent_share if self._ascent_share is not None and climbs(self.opt) else 1.0
 
-    def begin(self, again: RunShare) -> None:
+    def begin(self, again: RunShare) -> MicroBatch:
         """Call it before the framework runs its share of a micro-batch; ``again`` runs any share of it once more."""
         self.parts.append(MicroBatch(self.opt, again, self.first_share))
+        return self.parts[-1]
 
     def unsynced(self) -> AbstractContextManager[Any]:
         """For the framework's passes: DDP leaves gradients alone."""
@@ -207,6 +230,58 @@ class Replay:
     @property
     def _differentiates(self) -> bool:
         return self.opt.hvp == "exact" and self.opt.hessian_due
+
+
+def climbs(opt: FusedOptimizer) -> bool:
+    """Whether an optimizer takes a gradient for the sake of its ascent alone."""
+    radii = [group["rho"] for group in opt.param_groups] if "rho" in opt.defaults else []
+    moves = opt.rho_scheduler is not None or any(isinstance(r, Tensor) or r != 0.0 for r in radii)
+    return moves and opt.variant.ascent is Ascent.GRADIENT
+
+
+def _is_changed(grad: Tensor | None, noted: tuple[Tensor, int] | None) -> bool:
+    if grad is None or noted is None:
+        return (grad is None) != (noted is None)
+    return grad is not noted[0] or grad._version != noted[1]
+
+
+class Batch:
+    """What a training step is given, for every time that it is run again.
+
+    A step may take out of its containers what it likes, as these are copied. A tensor that it changes would be another
+    one at x + ε, which is refused.
+    """
+
+    def __init__(self, given: Any, caller: str) -> None:
+        """Takes the arguments before the first run."""
+        self._given, self._caller = copied_containers(given), caller
+        self._versions = [(tensor, tensor._version) for tensor in _tensors_in(self._given)]
+
+    def again(self) -> Any:
+        """The same arguments once more."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise RuntimeError(
+                f"{self._caller}: training_step changed a tensor of its batch in place, and a step runs it on the same "
+                "batch again, at x + ε; let it change a copy, as by batch.clone()"
+            )
+        return copied_containers(self._given)
+
+
+def copied_containers(value: Any) -> Any:
+    """Dicts, lists and tuples anew, with the very tensors that are in them."""
+    if isinstance(value, UserDict):  # as of tokenizers
+        new = copy(value)
+        new.data = copied_containers(dict(value.data))
+        return new
+    return tree_map(lambda leaf: copied_containers(leaf) if isinstance(leaf, UserDict) else leaf, value)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, UserDict):
+            yield from _tensors_in(leaf.data)
+        elif isinstance(leaf, Tensor) and not leaf.is_inference():  # which have no version
+            yield leaf
 
 
 def _in_turn(parts: Sequence[MicroBatch], share: float) -> Accumulated:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from training import assert_same_bits
 
-from sassha_fast import MSASSHA, SASSHA
+from sassha_fast import GSASSHA, MSASSHA, SAM, SASSHA, AdaHessian
 
 BACKENDS = ("reference", "foreach", "cpu")
 
@@ -67,6 +67,18 @@ def test_gradients_with_the_negative_bit_are_freed(backend):
     assert refs
 
 
+@pytest.mark.parametrize("overflow", [True, False])
+@pytest.mark.parametrize("method", [SASSHA, MSASSHA, AdaHessian, SAM])
+def test_gradients_are_freed_by_zero_grad_after_a_step_that_was_skipped_too(method, overflow):
+    p = nn.Parameter(torch.ones(3))
+    options = {"base_optimizer": torch.optim.SGD} if method is SAM else {}
+    opt = method([p], lr=0.1, skip_nonfinite=True, **options)
+    opt.step(closure_of(opt, [p], lambda grad: grad * (torch.nan if overflow else 1.0)))
+    ref = weakref.ref(p.grad)
+    opt.zero_grad()
+    assert alive([ref]) == [False]
+
+
 def test_parameters_can_be_swapped_after_every_step():
     params, opt = start(backend="cpu")
     for _ in range(3):
@@ -109,5 +121,24 @@ def test_gradients_that_are_autograds_zeros_are_zeros(when, shape, backend):
             opt.step()
             opt.zero_grad()
         return p, q
+
+    assert_same_bits(run(torch._efficientzerotensor), run(torch.zeros))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("hvp", ["exact", "finite_difference"])
+def test_gsassha_takes_autograds_zeros_apart(hvp, backend):
+    def run(make_zero):
+        params, _ = start()
+        opt = GSASSHA(params, lr=0.05, rho=0.1, alpha=0.3, lazy_hessian=3, hvp=hvp, backend=backend, unseen="zero")
+        replaced = iter([False] * 2 + [True] * 100)  # an exact product needs the first gradients
+
+        def zeros(grad):
+            return make_zero(grad.shape) if grad.shape == params[0].shape and next(replaced) else grad
+
+        opt.step(closure_of(opt, params))
+        for _ in range(2):
+            opt.step(closure_of(opt, params, zeros))
+        return params
 
     assert_same_bits(run(torch._efficientzerotensor), run(torch.zeros))

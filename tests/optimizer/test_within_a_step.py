@@ -187,8 +187,72 @@ def test_a_list_whose_second_closure_zeroes_gradients_by_the_model_is_warned_of(
         p.grad = None
         return adds()
 
-    with pytest.warns(UserWarning, match="closure 2 of the list has zeroed or replaced gradients"):
+    with pytest.warns(
+        UserWarning, match="closure 2 of the list has zeroed or replaced the gradient of parameter 0 of group 0"
+    ):
         opt.step([adds, zeroes])
+
+
+@pytest.mark.parametrize(
+    ("zero", "name"),
+    [
+        (lambda net: net.zero_grad(set_to_none=False), "parameter 0 of group 0 and 3 more"),
+        (lambda net: net[1].zero_grad(), "parameter 2 of group 0 and 1 more"),
+    ],
+    ids=["in place", "a part"],
+)
+def test_a_list_that_loses_gradients_in_place_or_of_a_part_is_warned_of(zero, name):
+    net, opt, closure = small_list()
+    opt.step([closure(), closure()])  # a refresh takes every part by itself
+    with pytest.warns(UserWarning, match=f"closure 2 of the list has zeroed or replaced the gradient of {name}, and"):
+        opt.step([closure(), closure(before=lambda: zero(net))])
+
+
+@pytest.mark.parametrize("method", [SASSHA, MSASSHA, AdaHessian])
+def test_lists_that_replace_gradients_by_their_sum_are_not_warned_of(method):
+    net, opt, closure = small_list(method)
+    kept = []
+
+    def stash():
+        kept[:] = [p.grad for p in net.parameters()]
+        net.zero_grad()
+
+    def add_back():
+        for p, g in zip(net.parameters(), kept, strict=True):
+            p.grad = p.grad if g is None else p.grad + g
+
+    def clamp(p):
+        p.grad = p.grad.clamp(-1.0, 1.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            opt.step([closure(), closure(before=stash, after=add_back)])
+        hooks = [p.register_post_accumulate_grad_hook(clamp) for p in net.parameters()]
+        opt.step([closure(), closure()])
+    for hook in hooks:
+        hook.remove()
+
+
+def small_list(method=SASSHA):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    opt = method(net.parameters(), lr=0.01)
+    rows = iter(range(100))
+
+    def closure(before=lambda: None, after=lambda: None):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(next(rows)))
+
+        def run():
+            before()
+            loss = (net(x) - 1.0).square().mean() + net(x).sin().mean()
+            loss.backward()
+            after()
+            return loss
+
+        return run
+
+    return net, opt, closure
 
 
 # ---- schedules ----------------------------------------------------------------------------------------------------

@@ -301,6 +301,32 @@ def test_a_closure_with_several_backward_passes_sends_its_gradients_again(two):
     assert two["grown"][0]["stale"]
 
 
+@pytest.mark.parametrize("way", ["changed_in_place", "changed_by_others"])
+def test_gradients_that_a_closure_changes_after_its_backward_pass_are_those_that_travel(two, way):
+    first, second = two[way]
+    assert first["moved"] == second["moved"] == 0.0
+    assert_same_run(first, second)
+
+
+def test_gradients_that_a_closure_clips_travel_clipped(two):
+    first, second = two["changed_by_clipping"]
+    assert max(first["norms"]) <= 1e-3 * (1 + 1e-6)
+    assert_same_run(first, second)
+
+
+def test_buffers_of_the_first_process_are_those_of_all_in_the_passes_of_a_closure(two):
+    first, second = two["buffers"]
+    assert first["seen"] == second["seen"]
+    assert first["after"] == second["after"] == 101
+
+
+def test_what_ddp_can_not_do_and_what_nobody_reduces_is_said(two):
+    for found in two["refused_by_attached_models"]:
+        assert "the attached DDP model has static_graph=True" in found["static"]
+        assert "Join was given the DDP model beside the optimizer" in found["join"]
+        assert "parameters of the attached model, 2.weight among them, belong to another optimizer" in found["others"]
+
+
 def test_what_is_ambiguous_is_refused_and_leaves_the_weights(two):
     closure, summed, join = two["ambiguous"][0]["messages"]
     assert "one of 2" in closure

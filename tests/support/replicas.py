@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -342,6 +343,85 @@ def broken_rank(way: str) -> dict[str, Any]:
     return results(net, opt)
 
 
+def changed_after_backward(way: str) -> dict[str, Any]:
+    """A closure masks, or clips, gradients after its backward pass. ``moved`` is how far masked weights went."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = make_net(torch.float64)
+    model = DDP(net)
+    opt = SASSHA(net.parameters(), **{**OPTIONS, "weight_decay": 0.0})
+    opt.attach(model)
+    loss, before, norms = part_loss(model, torch.float64, rank, size), net[0].weight[0].detach().clone(), []
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = loss()
+        value.backward()
+        grad = net[0].weight.grad
+        if way == "in place":
+            grad[0] = 0.0
+        elif way == "replaced":
+            net[0].weight.grad = grad * (torch.arange(len(grad)) > 0).unsqueeze(1)
+        else:
+            nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        return value
+
+    for _ in range(5):
+        opt.step(closure)
+        norms.append(torch.stack([p.grad.norm() for p in net.parameters()]).norm().item())
+    moved = (net[0].weight[0] - before).abs().max().item()
+    return {**results(net, opt), "moved": moved, "norms": norms}
+
+
+def buffers() -> dict[str, Any]:
+    """A buffer that one process sets is that of all in the passes of a closure, as in DDP's own training."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = nn.Sequential(make_net(torch.float64), nn.BatchNorm1d(3)).double()
+    model, seen = DDP(net), []
+    opt = SASSHA(net.parameters(), **OPTIONS)
+    opt.attach(model)
+    x, y = batch(torch.float64, rank, size)
+
+    def loss() -> Tensor:
+        out = model(x)
+        seen.append(net[1].num_batches_tracked.item())
+        return F.cross_entropy(out, y)
+
+    for _ in range(3):
+        if rank == 0:
+            net[1].num_batches_tracked.fill_(100)
+        opt.step(closure_of(opt, loss))
+    return {"seen": seen, "after": net[1].num_batches_tracked.item()}
+
+
+def refused_by_attached_models() -> dict[str, Any]:
+    """What DDP can't do, and what nobody would reduce."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found: dict[str, str] = {}
+
+    def said(name: str, ddp: dict[str, Any], act: Callable[[SASSHA, DDP, Callable[[], Tensor]], object]) -> None:
+        net = make_net()
+        model = DDP(net, **ddp)
+        opt = SASSHA((net if name != "others" else net[0]).parameters(), **OPTIONS)
+        opt.attach(model)
+        before = [p.detach().clone() for p in net.parameters()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                act(opt, model, closure_of(opt, part_loss(model, torch.float32, rank, size)))
+            except (RuntimeError, UserWarning) as error:
+                found[name] = str(error)
+        assert all(map(torch.equal, before, net.parameters()))
+
+    def joined(opt: SASSHA, model: DDP, closure: Callable[[], Tensor]) -> None:
+        with Join([model, opt]):
+            opt.step(closure)
+
+    said("static", {"static_graph": True}, lambda opt, model, closure: opt.step(closure))
+    said("join", {}, joined)
+    said("others", {}, lambda opt, model, closure: opt.step(closure))
+    return found
+
+
 def ambiguous() -> dict[str, Any]:
     """Errors where it is not known who reduces."""
     net = make_net()
@@ -526,6 +606,11 @@ REPLICAS: dict[str, Callable[[], dict[str, Any]]] = {
     "scaled_overflow": lambda: scaled(True),
     "traffic": lambda: traffic(False),
     "traffic_sync": lambda: traffic(True),
+    "changed_in_place": partial(changed_after_backward, "in place"),
+    "changed_by_others": partial(changed_after_backward, "replaced"),
+    "changed_by_clipping": partial(changed_after_backward, "clipped"),
+    "buffers": buffers,
+    "refused_by_attached_models": refused_by_attached_models,
     "ambiguous": ambiguous,
     "frozen": lambda: frozen(),
     "frozen_sync": lambda: frozen(perturb_sync=True),
