@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from .._core.contexts import CreateGraph, RandomState, frozen_batchnorm
 from .._core.optimizer import FusedOptimizer
 from .._core.params import Grads
 from .._core.step import Step
+from ..checks import user_level
 from ..msassha import MSASSHA
 from ..stats import Stats
 from ..variant import Ascent
@@ -248,8 +250,8 @@ def _is_changed(grad: Tensor | None, noted: tuple[Tensor, int] | None) -> bool:
 class Batch:
     """What a training step is given, for every time that it is run again.
 
-    A step may take out of its containers what it likes, as these are copied. A tensor that it changes would be another
-    one at x + ε, which is refused.
+    A step may take out of its containers what it likes, as these are copied. A tensor that it changes stays changed at
+    x + ε, which is warned of: where twice is once, as for labels that are masked, nothing is wrong with that.
     """
 
     def __init__(self, given: Any, caller: str) -> None:
@@ -260,9 +262,11 @@ class Batch:
     def again(self) -> Any:
         """The same arguments once more."""
         if any(tensor._version != version for tensor, version in self._versions):
-            raise RuntimeError(
-                f"{self._caller}: training_step changed a tensor of its batch in place, and a step runs it on the same "
-                "batch again, at x + ε; let it change a copy, as by batch.clone()"
+            self._versions = []
+            warnings.warn(
+                f"{self._caller}: training_step changed a tensor of its batch in place, and at x + ε it runs on what "
+                "the batch has become; let it change a copy, as by batch.clone(), unless a second time changes nothing",
+                stacklevel=user_level(),
             )
         return copied_containers(self._given)
 

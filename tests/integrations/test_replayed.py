@@ -97,7 +97,7 @@ def test_a_hook_that_looks_at_gradients_is_welcome():
     assert fit(Looks()).norm > 0
 
 
-def test_a_step_that_changes_its_batch_in_place_is_refused_and_one_that_empties_it_is_not():
+def test_a_step_that_changes_its_batch_in_place_is_warned_of_and_one_that_empties_it_is_not():
     class Doubles(Net):
         def training_step(self, batch, batch_idx):
             batch["x"].mul_(2.0)
@@ -112,7 +112,7 @@ def test_a_step_that_changes_its_batch_in_place_is_refused_and_one_that_empties_
         def on_train_batch_start(self, batch, batch_idx):
             batch["x"].mul_(2.0)
 
-    with pytest.raises(RuntimeError, match="training_step changed a tensor of its batch in place"):
+    with pytest.warns(UserWarning, match="training_step changed a tensor of its batch in place"):
         fit(Doubles())
     assert len(fit(Pops(), parts=2).masks) == 8
     assert len(fit(Scales()).masks) == 8
@@ -168,7 +168,7 @@ def test_gradients_that_a_callback_of_hugging_face_changes_to_no_effect_are_refu
         Args(tmp_path, callbacks=[Zeroes()]).trainer.train()
 
 
-def test_inputs_that_a_loss_changes_in_place_are_refused_and_those_that_it_takes_out_are_not(tmp_path):
+def test_inputs_that_a_loss_changes_in_place_are_warned_of_and_those_that_it_takes_out_are_not(tmp_path):
     class Shifts(SasshaTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -183,7 +183,7 @@ def test_inputs_that_a_loss_changes_in_place_are_refused_and_those_that_it_takes
             labels = inputs.pop("labels")
             return super().compute_loss(model, {**inputs, "labels": labels}, *args, **kwargs)
 
-    with pytest.raises(RuntimeError, match="changed a tensor of its batch in place"):
+    with pytest.warns(UserWarning, match="changed a tensor of its batch in place"):
         Args(tmp_path, Shifts).trainer.train()
     Args(tmp_path, Pops).trainer.train()
 
@@ -200,5 +200,5 @@ def test_containers_of_a_batch_are_new_every_time_and_its_tensors_the_same():
     assert isinstance(again["b"], UserDict)
     assert again["d"] == "text"
     given["b"]["c"].add_(1.0)
-    with pytest.raises(RuntimeError, match="caller: training_step changed a tensor of its batch in place"):
+    with pytest.warns(UserWarning, match="caller: training_step changed a tensor of its batch in place"):
         batch.again()
