@@ -103,9 +103,7 @@ class ProportionalToLR:
 
 def check_schedule(name: str, schedule: object, *, caller: str = "SASSHA") -> None:
     """Raises TypeError unless ``schedule`` is None, a function of the step number or an object with ``step()``."""
-    if schedule is None or (
-        not isinstance(schedule, (bool, int, float)) and (is_stepping(schedule) or callable(schedule))
-    ):
+    if schedule is None or is_stepping(schedule) or callable(schedule):
         return
     raise TypeError(
         f"{caller}: {name} is {schedule!r}, expected None, a function of the step number (sassha_fast.schedules) or an "

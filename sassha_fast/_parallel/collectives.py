@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from .._passes.accessors import is_changed, noted
+
 BUCKET_BYTES = 25 << 20  # as DDP's: large enough to be bound by bandwidth, small enough to overlap with computation
 
 
@@ -78,14 +80,7 @@ class _Bucket:
     @property
     def is_changed(self) -> bool:
         """Whether any gradient is not what was copied: clipped in place, say, or another tensor."""
-        for p, sent in zip(self.params, self.sent, strict=True):
-            grad = p.grad
-            if grad is None or sent is None:
-                if grad is not None or sent is not None:
-                    return True
-            elif grad.data_ptr() != sent[0].data_ptr() or grad._version != sent[1]:  # a detached one has both
-                return True
-        return False
+        return any(is_changed(p.grad, sent) for p, sent in zip(self.params, self.sent, strict=True))
 
 
 class EarlyReduction:
@@ -131,7 +126,7 @@ class EarlyReduction:
     @torch.no_grad()
     def _launch(self) -> None:
         bucket = self.buckets[self.launched]
-        bucket.sent = [None if p.grad is None else (p.grad, p.grad._version) for p in bucket.params]
+        bucket.sent = [noted(p.grad) for p in bucket.params]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in bucket.params]
         bucket.flat = torch.cat([g.reshape(-1) for g in grads])
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)

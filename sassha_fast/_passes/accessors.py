@@ -58,6 +58,18 @@ def clear_grads(params: Iterable[Tensor]) -> None:
     any(map(setattr, params, repeat("grad"), repeat(None)))  # for all p: p.grad = None
 
 
+def noted(gradient: Tensor | None) -> tuple[Tensor, int] | None:
+    """A gradient with its version, to ask later whether it :func:`is_changed`."""
+    return None if gradient is None else (gradient, gradient._version)
+
+
+def is_changed(gradient: Tensor | None, before: tuple[Tensor, int] | None) -> bool:
+    """Whether a gradient is not what was noted: changed in place, or in other memory. A detached one is the same."""
+    if gradient is None or before is None:
+        return (gradient is None) != (before is None)
+    return gradient.data_ptr() != before[0].data_ptr() or gradient._version != before[1]
+
+
 def stream_of(device: torch.device) -> int:
     """The current stream of a GPU, by its address."""
     index = torch.cuda.current_device() if device.index is None else device.index

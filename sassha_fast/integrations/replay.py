@@ -21,6 +21,7 @@ from .._core.contexts import CreateGraph, RandomState, frozen_batchnorm
 from .._core.optimizer import FusedOptimizer
 from .._core.params import Grads
 from .._core.step import Step
+from .._passes.accessors import is_changed, noted
 from ..checks import user_level
 from ..msassha import MSASSHA
 from ..stats import Stats
@@ -52,14 +53,13 @@ class MicroBatch:
 
     def note_grads(self) -> None:
         """Takes down the gradients that there are."""
-        found = (p.grad for p in self.opt.parts.params.all)
-        self.grads = [None if g is None else (g, g._version) for g in found]
+        self.grads = [noted(p.grad) for p in self.opt.parts.params.all]
 
     def check_grads(self, caller: str, hook: str) -> None:
         """Raises if somebody has changed gradients since they were taken down, and they are those of an ascent."""
         pairs = list(zip(self.opt.parts.params.all, self.grads, strict=False))
         self.grads = []
-        if climbs(self.opt) and any(_is_changed(p.grad, noted) for p, noted in pairs):
+        if climbs(self.opt) and any(is_changed(p.grad, before) for p, before in pairs):
             raise RuntimeError(
                 f"{caller}: {hook} changed gradients, which are those of the ascent of {type(self.opt).__name__} and "
                 "not those that it descends along; clip by max_grad_norm= of the optimizer, and leave changes of "
@@ -239,12 +239,6 @@ def climbs(opt: FusedOptimizer) -> bool:
     radii = [group["rho"] for group in opt.param_groups] if "rho" in opt.defaults else []
     moves = opt.rho_scheduler is not None or any(isinstance(r, Tensor) or r != 0.0 for r in radii)
     return moves and opt.variant.ascent is Ascent.GRADIENT
-
-
-def _is_changed(grad: Tensor | None, noted: tuple[Tensor, int] | None) -> bool:
-    if grad is None or noted is None:
-        return (grad is None) != (noted is None)
-    return grad is not noted[0] or grad._version != noted[1]
 
 
 class Batch:
